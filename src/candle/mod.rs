@@ -1,0 +1,1 @@
+//! The backend on [candle](candle_core): targets, drafters and their caches.

@@ -1,0 +1,84 @@
+use crate::Acceptance;
+
+/// How the target's caches have to change so that they equal what plain
+/// decoding of the accepted path would have left.
+///
+/// During verification slot `i` of the tree was written to KV row
+/// `start() + i`. Afterwards the rows of the accepted slots follow one another
+/// from `start()` on, and all later rows are void. The bonus is not among them:
+/// it has not been forwarded.
+///
+/// The same list of slots gathers the target's features of the accepted rows.
+///
+/// ```
+/// use ddtree::{Acceptance, CommitPlan, DraftTree, walk};
+///
+/// let tree = DraftTree::from_parents(&[7, 4, 9, 5], &[-1, 0, 0, 2])?;
+/// let mut outcome = Acceptance::new();
+/// walk(&tree, &[9, 0, 5, 8], &mut outcome)?;
+///
+/// let mut plan = CommitPlan::new();
+/// plan.set(100, &outcome);
+/// assert_eq!(plan.slots(), [0, 2, 3]);
+/// assert_eq!(plan.new_len(), 103);
+/// assert!(!plan.is_prefix());
+/// // Rows 102 and 103 move down by one; row 100, the root's, stays.
+/// assert_eq!(plan.moves().collect::<Vec<_>>(), [(102, 101), (103, 102)]);
+/// # Ok::<(), ddtree::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct CommitPlan {
+    start: usize,
+    slots: Vec<u32>,
+}
+
+impl CommitPlan {
+    /// A plan that commits nothing, to be [`set`](Self::set).
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes room for paths of `depth` nodes.
+    pub fn reserve(&mut self, depth: usize) {
+        self.slots.reserve((depth + 1).saturating_sub(self.slots.len()));
+    }
+
+    /// Replaces the plan by the one for an outcome of a round whose root was
+    /// verified at KV row `start`, the number of rows committed before.
+    pub fn set(&mut self, start: usize, outcome: &Acceptance) {
+        self.start = start;
+        self.slots.clear();
+        self.slots.extend_from_slice(outcome.path());
+    }
+
+    /// KV row of the root: the number of rows committed before the round.
+    pub fn start(&self) -> usize {
+        self.start
+    }
+
+    /// Accepted slots, root first, ascending.
+    pub fn slots(&self) -> &[u32] {
+        &self.slots
+    }
+
+    /// Number of rows committed after the round.
+    pub fn new_len(&self) -> usize {
+        self.start + self.slots.len()
+    }
+
+    /// Whether the accepted slots are the first ones, so that no row has to
+    /// move and dropping the rows from [`new_len`](Self::new_len) on is all.
+    pub fn is_prefix(&self) -> bool {
+        self.slots.last().is_none_or(|&last| last as usize + 1 == self.slots.len())
+    }
+
+    /// Row moves `(from, to)`, ascending in both. `to` is always below `from`
+    /// and below every later `from`, so that moving in this order within one
+    /// buffer never overwrites a row that is still needed. Rows that stay are
+    /// left out.
+    pub fn moves(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
+        let rows = self.slots.iter().enumerate();
+        rows.filter(|&(to, &from)| to != from as usize)
+            .map(|(to, &from)| (self.start + from as usize, self.start + to))
+    }
+}

@@ -1,0 +1,93 @@
+use crate::DraftTree;
+
+/// Which slots each slot of a tree attends to: its ancestors and itself.
+///
+/// A bit set per slot, `words_per_row` words of 64 bits each. Bit `j % 64` of
+/// word `j / 64` of row `i` says whether slot `i` sees slot `j`. Rows follow
+/// one another without gaps. The committed prefix is not part of it: every slot
+/// sees all of that.
+///
+/// ```
+/// use ddtree::{AncestorMask, DraftTree};
+///
+/// let tree = DraftTree::from_parents(&[7, 4, 9, 5], &[-1, 0, 0, 1])?;
+/// let mut mask = AncestorMask::new();
+/// mask.build(&tree);
+/// assert_eq!(mask.rows(), [0b0001, 0b0011, 0b0101, 0b1011]);
+/// assert!(mask.is_visible(3, 1) && !mask.is_visible(3, 2));
+/// # Ok::<(), ddtree::Error>(())
+/// ```
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct AncestorMask {
+    rows: Vec<u64>,
+    slots: usize,
+}
+
+impl AncestorMask {
+    /// A mask of no slots.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes room for trees of `slots` slots, so that building their masks
+    /// allocates nothing.
+    pub fn reserve(&mut self, slots: usize) {
+        let words = slots * slots.div_ceil(64);
+        self.rows.reserve(words.saturating_sub(self.rows.len()));
+    }
+
+    /// Replaces the mask by that of `tree`.
+    ///
+    /// # Complexity
+    ///
+    /// O(n²/64) for n slots: each row is its parent's row and one more bit.
+    pub fn build(&mut self, tree: &DraftTree) {
+        self.slots = tree.len();
+        let words = self.words_per_row();
+        self.rows.clear();
+        self.rows.resize(self.slots * words, 0);
+        for (slot, &parent) in tree.parents().iter().enumerate() {
+            let (earlier, row) = self.rows.split_at_mut(slot * words);
+            if let Ok(parent) = usize::try_from(parent) {
+                row[..words].copy_from_slice(&earlier[parent * words..][..words]);
+            }
+            row[slot / 64] |= 1 << (slot % 64);
+        }
+    }
+
+    /// Number of slots, which is the number of rows.
+    pub fn slots(&self) -> usize {
+        self.slots
+    }
+
+    /// Words in a row: the number of slots over 64, rounded up.
+    pub fn words_per_row(&self) -> usize {
+        self.slots.div_ceil(64)
+    }
+
+    /// All rows, in slot order.
+    pub fn rows(&self) -> &[u64] {
+        &self.rows
+    }
+
+    /// The row of one slot; empty for a slot outside the tree.
+    #[inline]
+    pub fn row(&self, slot: usize) -> &[u64] {
+        if slot >= self.slots {
+            return &[];
+        }
+        let words = self.words_per_row();
+        &self.rows[slot * words..][..words]
+    }
+
+    /// Whether slot `query` sees slot `key`; false outside the tree.
+    #[inline]
+    pub fn is_visible(&self, query: usize, key: usize) -> bool {
+        self.row(query).get(key / 64).is_some_and(|word| word >> (key % 64) & 1 == 1)
+    }
+
+    /// Bytes held, used or not.
+    pub fn memory_usage(&self) -> usize {
+        self.rows.capacity() * 8
+    }
+}

@@ -1,0 +1,731 @@
+use std::time::Instant;
+
+use crate::{
+    Acceptance, Algorithm, AncestorMask, BestFirst, CommitPlan, Committed, DraftTree, Error,
+    Expand, Picks, Plan, Prefill, Proposal, ProposalRequest, Reason, Request, Round, RoundStats,
+    RoundTrace, RunStats, Stage, tree::chain, walk,
+};
+
+/// What a [`Session`] waits for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Need {
+    /// Tokens to be forwarded and committed: [`Session::prefill`], then
+    /// [`Session::prefilled`].
+    Prefill,
+    /// A draft: [`Session::proposal`], then [`Session::proposed`]; or
+    /// [`Session::skip_proposal`].
+    Proposal,
+    /// Picks for a tree: [`Session::verification`], then
+    /// [`Session::verified`].
+    Verification,
+    /// The accepted rows to be committed: [`Session::commit`], then
+    /// [`Session::committed`].
+    Commit,
+    /// Nothing: the text is complete, or no request has been started.
+    Nothing,
+}
+
+impl std::fmt::Display for Need {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Prefill => "a prefill",
+            Self::Proposal => "a proposal",
+            Self::Verification => "a verification",
+            Self::Commit => "a commit",
+            Self::Nothing => "nothing",
+        })
+    }
+}
+
+/// Why a text is complete.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(rename_all = "snake_case"))]
+#[non_exhaustive]
+pub enum Finish {
+    /// The last token is a stop token.
+    StopToken,
+    /// As many tokens as were asked for.
+    TokenLimit,
+    /// The verifier's cache is full.
+    CacheFull,
+    /// The host stopped it ([`Session::stop`]).
+    Stopped,
+}
+
+/// One sequence being decoded: the round as a state machine that does no I/O.
+///
+/// A session says what it [needs](Self::need) next, hands out what is to be
+/// done, takes the result, and never calls a model itself. An engine with its
+/// own scheduler, batches or async runtime drives many of them;
+/// [`Decoder`](crate::Decoder) is the driver for one.
+///
+/// ```text
+///   start ─► Prefill ─► Proposal ─► Verification ─► Commit ─┐
+///               ▲          ▲                                ├─► Nothing
+///               └─ append ─┴────────────────────────────────┘
+/// ```
+///
+/// Between any two steps a session can be dropped, or brought back to the last
+/// committed token with [`abandon`](Self::abandon); the step that failed can
+/// also simply be done again. Tokens are emitted when their round is committed,
+/// each exactly once.
+///
+/// After its first round a session allocates nothing per round, unless it keeps
+/// a trace.
+///
+/// ```
+/// use ddtree::{Algorithm, Capabilities, Config, Need, Plan, Request, Session};
+///
+/// // The "target" counts upwards; the "drafter" guesses right, then wrong.
+/// let capabilities = Capabilities::new(100, 1_000);
+/// let plan = Plan::resolve(&Config::new(Algorithm::Chain), &capabilities, 2)?;
+/// let mut session = Session::new(plan);
+/// session.start(&Request::new(&[5, 6, 7]).max_new_tokens(6))?;
+/// loop {
+///     match session.need() {
+///         Need::Prefill => {
+///             let (prefill, mut picks) = session.prefill()?;
+///             picks.push(prefill.tokens().last().unwrap() + 1);
+///             session.prefilled()?;
+///         }
+///         Need::Proposal => {
+///             let (request, proposal) = session.proposal()?;
+///             proposal.push(&[request.root() + 1], &[-0.1])?;
+///             proposal.push(&[99], &[-0.1])?;
+///             session.proposed()?;
+///         }
+///         Need::Verification => {
+///             let (round, mut picks) = session.verification()?;
+///             for token in round.tree().tokens() {
+///                 picks.push((token + 1) % 100);
+///             }
+///             session.verified()?;
+///         }
+///         Need::Commit => {
+///             // Here an engine would move KV rows as session.commit()? says.
+///             session.committed()?;
+///         }
+///         _ => break,
+///     }
+/// }
+/// assert_eq!(session.generated(), [8, 9, 10, 11, 12, 13]);
+/// # Ok::<(), ddtree::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct Session {
+    plan: Plan,
+    stop_tokens: Vec<u32>,
+    max_new_tokens: usize,
+    prompt_len: usize,
+
+    // The prompt and everything after it. Unless tokens wait for a prefill, the
+    // last one is the root.
+    tokens: Vec<u32>,
+    // How many of them have rows in the verifier's cache.
+    committed: usize,
+    // Where the tokens of the last step begin.
+    news: usize,
+    need: Need,
+    finish: Option<Finish>,
+
+    // The round in progress.
+    round: RoundLimits,
+    proposal: Proposal,
+    tree: DraftTree,
+    mask: AncestorMask,
+    has_mask: bool,
+    picks: Vec<u32>,
+    outcome: Acceptance,
+    commit: CommitPlan,
+    builder: BestFirst,
+    shadow_tree: DraftTree,
+
+    since: Instant,
+    stats: RunStats,
+    last_round: Option<RoundStats>,
+    trace: Vec<RoundTrace>,
+    trace_path: Vec<u32>,
+}
+
+/// What the round in progress may draft.
+#[derive(Clone, Copy, Debug)]
+struct RoundLimits {
+    horizon: usize,
+    nodes: usize,
+    reason: Option<Reason>,
+}
+
+impl Session {
+    /// A session without a request: it needs nothing until
+    /// [started](Self::start).
+    pub fn new(plan: Plan) -> Self {
+        let slots = plan.max_slots();
+        let depth = plan.horizon();
+        let mut session = Self {
+            stop_tokens: Vec::new(),
+            max_new_tokens: 0,
+            prompt_len: 0,
+            tokens: Vec::new(),
+            committed: 0,
+            news: 0,
+            need: Need::Nothing,
+            finish: None,
+            round: RoundLimits { horizon: 0, nodes: 0, reason: None },
+            proposal: Proposal::new(),
+            tree: DraftTree::new(0),
+            mask: AncestorMask::new(),
+            has_mask: false,
+            picks: Vec::new(),
+            outcome: Acceptance::new(),
+            commit: CommitPlan::new(),
+            builder: BestFirst::new(),
+            shadow_tree: DraftTree::new(0),
+            since: Instant::now(),
+            stats: RunStats::default(),
+            last_round: None,
+            trace: Vec::new(),
+            trace_path: Vec::new(),
+            plan,
+        };
+        session.tree.reserve(slots);
+        session.picks.reserve(slots);
+        session.outcome.reserve(depth);
+        session.commit.reserve(depth);
+        if session.plan.algorithm().needs_tree_mask() || session.plan.shadow() {
+            session.builder.reserve(session.plan.tree().budget);
+        }
+        if session.plan.algorithm().needs_tree_mask() && session.plan.wants_bits() {
+            session.mask.reserve(slots);
+        }
+        if session.plan.shadow() {
+            session.shadow_tree.reserve(session.plan.tree().budget + 1);
+        }
+        session
+    }
+
+    /// Starts a request, whatever came before. Statistics and trace begin anew;
+    /// memory is kept.
+    ///
+    /// # Errors
+    ///
+    /// If the prompt is empty, longer than the verifier's cache or not longer
+    /// than its cached prefix, or a token is outside the vocabulary. The session
+    /// is unchanged then.
+    pub fn start(&mut self, request: &Request) -> Result<(), Error> {
+        let capabilities = self.plan.capabilities();
+        let prompt = &request.prompt;
+        if prompt.is_empty() || prompt.len() > capabilities.max_len {
+            let accepted = format_args!("1 to {} tokens", capabilities.max_len);
+            let found = format_args!("{} tokens", prompt.len());
+            return Err(Error::setting("prompt", found, accepted));
+        }
+        if request.cached_prefix >= prompt.len() {
+            let accepted = format_args!("less than the prompt's {} tokens", prompt.len());
+            return Err(Error::setting("cached_prefix", request.cached_prefix, accepted));
+        }
+        self.check_tokens("prompt", prompt)?;
+        self.check_tokens("stop_tokens", &request.stop_tokens)?;
+
+        self.stop_tokens.clone_from(&request.stop_tokens);
+        // The last token emitted needs no row.
+        let room = capabilities.max_len + 1 - prompt.len();
+        self.max_new_tokens = request.max_new_tokens.unwrap_or(usize::MAX);
+        self.prompt_len = prompt.len();
+        self.tokens.clone_from(prompt);
+        self.tokens.reserve(room.min(self.max_new_tokens));
+        self.committed = request.cached_prefix;
+        self.news = self.tokens.len();
+        self.stats.reset(self.plan.horizon());
+        self.last_round = None;
+        self.trace.clear();
+        self.finish = None;
+        self.need = Need::Prefill;
+        if self.max_new_tokens == 0 {
+            self.finish_with(Finish::TokenLimit);
+        }
+        self.since = Instant::now();
+        Ok(())
+    }
+
+    /// Adds tokens that the host chose, between rounds: for instance the end of
+    /// a thinking section. They follow the last emitted token, count as
+    /// generated, and are forwarded by a prefill that comes next.
+    ///
+    /// # Errors
+    ///
+    /// If the session is within a round or finished, a token is outside the
+    /// vocabulary, or the cache has no room for them. The session is unchanged
+    /// then.
+    pub fn append(&mut self, tokens: &[u32]) -> Result<(), Error> {
+        let between_rounds = match self.need {
+            Need::Prefill | Need::Proposal => true,
+            // Without a draft there is no other step between rounds.
+            Need::Verification => !self.plan.algorithm().needs_drafter(),
+            _ => false,
+        };
+        if !between_rounds {
+            return Err(self.out_of_turn("append"));
+        }
+        self.check_tokens("tokens", tokens)?;
+        let room = self.plan.capabilities().max_len.saturating_sub(self.tokens.len());
+        if tokens.len() > room {
+            return Err(Error::setting(
+                "tokens",
+                format_args!("{} tokens", tokens.len()),
+                format_args!("at most {room}, the rows left in the cache"),
+            ));
+        }
+        if !tokens.is_empty() {
+            self.tokens.extend_from_slice(tokens);
+            self.news = self.tokens.len();
+            self.need = Need::Prefill;
+            if self.generated().len() >= self.max_new_tokens {
+                self.finish_with(Finish::TokenLimit);
+            }
+        }
+        Ok(())
+    }
+
+    /// What the session waits for.
+    pub fn need(&self) -> Need {
+        self.need
+    }
+
+    /// Tokens to forward and commit, and where their pick goes.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a prefill.
+    pub fn prefill(&mut self) -> Result<(Prefill<'_>, Picks<'_>), Error> {
+        self.expect(Need::Prefill, "prefill")?;
+        let prefill = Prefill::new(self.committed, &self.tokens[self.committed..]);
+        Ok((prefill, Picks::new(&mut self.picks)))
+    }
+
+    /// Takes note that the tokens are committed and emits the pick after them.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a prefill, or there is not exactly one pick
+    /// within the vocabulary. The session still needs the prefill then.
+    pub fn prefilled(&mut self) -> Result<(), Error> {
+        self.expect(Need::Prefill, "prefilled")?;
+        self.check_picks(1)?;
+        self.lap(Stage::Prefill);
+        self.committed = self.tokens.len();
+        self.news = self.tokens.len();
+        self.tokens.push(self.picks[0]);
+        self.next_round();
+        Ok(())
+    }
+
+    /// What is to be drafted, and an empty proposal to fill.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a proposal.
+    pub fn proposal(&mut self) -> Result<(ProposalRequest, &mut Proposal), Error> {
+        self.expect(Need::Proposal, "proposal")?;
+        self.proposal.clear();
+        let request = ProposalRequest::new(
+            self.root(),
+            self.committed,
+            self.round.horizon,
+            self.plan.tree().top_k,
+        );
+        Ok((request, &mut self.proposal))
+    }
+
+    /// Builds the round's tree from the proposal.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a proposal, or a drafted token is outside
+    /// the vocabulary. The session still needs a proposal then.
+    pub fn proposed(&mut self) -> Result<(), Error> {
+        self.expect(Need::Proposal, "proposed")?;
+        self.proposal.check_vocabulary(self.plan.capabilities().vocab_size)?;
+        self.lap(Stage::Propose);
+        self.proposal.truncate(self.round.horizon);
+        self.tree.reset(self.root());
+        let settings = self.plan.tree();
+        if self.plan.algorithm().needs_tree_mask() {
+            let budget = self.round.nodes;
+            let settings = crate::TreeSettings { budget, ..settings };
+            self.build(settings, false)?;
+        } else {
+            chain::build(&self.proposal, self.round.horizon, &mut self.tree);
+            if self.plan.shadow() {
+                self.shadow_tree.reset(self.root());
+                self.build(settings, true)?;
+            }
+        }
+        let reason = if self.tree.nodes() == 0 {
+            Some(Reason::EmptyProposal)
+        } else if self.plan.algorithm().needs_tree_mask() && self.tree.is_chain() {
+            Some(Reason::SinglePath)
+        } else {
+            None
+        };
+        self.round.reason = self.round.reason.or(reason);
+        self.tree_ready();
+        self.lap(Stage::Build);
+        Ok(())
+    }
+
+    fn build(&mut self, settings: crate::TreeSettings, shadow: bool) -> Result<(), Error> {
+        let tree = if shadow { &mut self.shadow_tree } else { &mut self.tree };
+        if self.plan.expand_below_stop() || self.stop_tokens.is_empty() {
+            self.builder.build(&self.proposal, settings, tree)
+        } else {
+            let mut expand = NotBelow { lists: &self.proposal, tokens: &self.stop_tokens };
+            self.builder.build_with(&mut expand, settings, tree)
+        }
+    }
+
+    /// Makes the round that comes one without a draft: when the drafter failed,
+    /// or is not worth its time.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a proposal.
+    pub fn skip_proposal(&mut self) -> Result<(), Error> {
+        self.expect(Need::Proposal, "skip_proposal")?;
+        self.round.reason = Some(Reason::Skipped);
+        self.tree.reset(self.root());
+        self.tree_ready();
+        self.since = Instant::now();
+        Ok(())
+    }
+
+    /// The tree to verify, and where its picks go.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a verification.
+    pub fn verification(&mut self) -> Result<(Round<'_>, Picks<'_>), Error> {
+        self.expect(Need::Verification, "verification")?;
+        let mask = self.has_mask.then_some(&self.mask);
+        let round = Round::new(self.committed, &self.tree, mask);
+        Ok((round, Picks::new(&mut self.picks)))
+    }
+
+    /// Walks the tree along the picks and makes the commit plan.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a verification, or there is not exactly one
+    /// pick per slot within the vocabulary. The session still needs the
+    /// verification then.
+    pub fn verified(&mut self) -> Result<(), Error> {
+        self.expect(Need::Verification, "verified")?;
+        self.check_picks(self.tree.len())?;
+        self.lap(Stage::Verify);
+        walk(&self.tree, &self.picks, &mut self.outcome)?;
+        if self.plan.trace() {
+            self.trace_path.clear();
+            self.trace_path.extend_from_slice(self.outcome.path());
+        }
+        let tokens = self.outcome.tokens();
+        let stop = tokens.iter().position(|token| self.stop_tokens.contains(token));
+        let limit = self.max_new_tokens - self.generated().len();
+        self.outcome.truncate(stop.map_or(limit, |stop| limit.min(stop + 1)));
+        self.commit.set(self.committed, &self.outcome);
+        self.need = Need::Commit;
+        self.lap(Stage::Walk);
+        Ok(())
+    }
+
+    /// Shortens the outcome of the round to `tokens` emitted tokens (at least
+    /// one), before it is committed: where a host's own rule (a phrase, a
+    /// thinking budget) cuts the text.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a commit.
+    pub fn truncate_outcome(&mut self, tokens: usize) -> Result<(), Error> {
+        self.expect(Need::Commit, "truncate_outcome")?;
+        self.outcome.truncate(tokens);
+        self.commit.set(self.committed, &self.outcome);
+        Ok(())
+    }
+
+    /// The outcome of the round, not emitted yet.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a commit.
+    pub fn outcome(&self) -> Result<&Acceptance, Error> {
+        self.expect(Need::Commit, "outcome")?;
+        Ok(&self.outcome)
+    }
+
+    /// How the verifier's caches are to change.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a commit.
+    pub fn commit(&self) -> Result<&CommitPlan, Error> {
+        self.expect(Need::Commit, "commit")?;
+        Ok(&self.commit)
+    }
+
+    /// Takes note that the round is committed, and emits its tokens.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a commit.
+    pub fn committed(&mut self) -> Result<(), Error> {
+        self.expect(Need::Commit, "committed")?;
+        self.lap(Stage::Commit);
+        self.note_shadow();
+        let round = RoundStats {
+            algorithm: match (self.tree.nodes(), self.tree.is_chain()) {
+                (0, _) => Algorithm::Autoregressive,
+                (_, true) => Algorithm::Chain,
+                (_, false) => Algorithm::Tree,
+            },
+            reason: self.round.reason,
+            nodes: self.tree.nodes(),
+            tokens: self.outcome.tokens().len(),
+        };
+        #[cfg(feature = "tracing")]
+        if let Some(reason) = round.reason {
+            tracing::debug!(running = %round.algorithm, %reason, "ddtree round");
+        }
+        self.stats.add_round(&round, self.tree.max_depth());
+        self.last_round = Some(round);
+        if self.plan.trace() {
+            self.trace.push(RoundTrace {
+                start: self.committed,
+                stats: round,
+                tokens: self.tree.tokens().to_vec(),
+                parents: self.tree.parents().to_vec(),
+                depths: self.tree.depths().to_vec(),
+                scores: self.tree.scores().to_vec(),
+                picks: self.picks.clone(),
+                path: self.trace_path.clone(),
+            });
+        }
+        self.committed = self.commit.new_len();
+        self.news = self.tokens.len();
+        self.tokens.extend_from_slice(self.outcome.tokens());
+        self.next_round();
+        Ok(())
+    }
+
+    /// Drops the round in progress: the session is at its last committed token
+    /// again, and needs a new proposal. For use after a failure in any of the
+    /// round's steps. No effect between rounds.
+    pub fn abandon(&mut self) {
+        if matches!(self.need, Need::Verification | Need::Commit) {
+            self.next_round();
+        }
+    }
+
+    /// Ends the session where it is. A round in progress is dropped.
+    pub fn stop(&mut self) {
+        if self.need != Need::Nothing {
+            self.finish_with(Finish::Stopped);
+        }
+    }
+
+    /// Why the text is complete; `None` if it is not.
+    pub fn finish(&self) -> Option<Finish> {
+        self.finish
+    }
+
+    /// The plan that rounds follow.
+    pub fn plan(&self) -> &Plan {
+        &self.plan
+    }
+
+    /// The prompt and everything after it.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Everything after the prompt.
+    pub fn generated(&self) -> &[u32] {
+        &self.tokens[self.prompt_len..]
+    }
+
+    /// Tokens emitted by the last prefill or commit.
+    pub fn new_tokens(&self) -> &[u32] {
+        &self.tokens[self.news..]
+    }
+
+    /// How many tokens have rows in the verifier's cache.
+    pub fn committed_len(&self) -> usize {
+        self.committed
+    }
+
+    /// Committed tokens from a position on: what a drafter observes.
+    ///
+    /// # Errors
+    ///
+    /// If `range` does not lie within the committed tokens.
+    pub fn committed_tokens(&self, range: std::ops::Range<usize>) -> Result<Committed<'_>, Error> {
+        if range.start > range.end || range.end > self.committed {
+            let accepted = format_args!("a range within 0..{}", self.committed);
+            return Err(Error::setting("range", format_args!("{range:?}"), accepted));
+        }
+        Ok(Committed::new(range.start, &self.tokens[range]))
+    }
+
+    /// Figures since the start.
+    pub fn stats(&self) -> &RunStats {
+        &self.stats
+    }
+
+    /// Figures of the last committed round.
+    pub fn last_round(&self) -> Option<&RoundStats> {
+        self.last_round.as_ref()
+    }
+
+    /// All rounds committed, if [`Config::trace`](crate::Config::trace) is on.
+    pub fn trace(&self) -> &[RoundTrace] {
+        &self.trace
+    }
+
+    /// Adds to the time of a stage that the session cannot see, such as
+    /// [`Stage::Observe`].
+    pub fn add_time(&mut self, stage: Stage, time: std::time::Duration) {
+        self.stats.add_time(stage, time);
+        self.since = Instant::now();
+    }
+
+    /// Bytes held, used or not, without trace and statistics.
+    pub fn memory_usage(&self) -> usize {
+        4 * (self.tokens.capacity() + self.picks.capacity() + self.stop_tokens.capacity())
+            + self.proposal.memory_usage()
+            + self.tree.memory_usage()
+            + self.shadow_tree.memory_usage()
+            + self.mask.memory_usage()
+            + self.builder.memory_usage()
+            + 4 * 3 * (self.plan.horizon() + 1)
+    }
+
+    fn root(&self) -> u32 {
+        self.tokens[self.committed]
+    }
+
+    /// Decides, after tokens were emitted or a round was dropped, what comes.
+    fn next_round(&mut self) {
+        let max_len = self.plan.capabilities().max_len;
+        let left = self.max_new_tokens - self.generated().len();
+        if self.new_tokens().last().is_some_and(|token| self.stop_tokens.contains(token)) {
+            self.finish_with(Finish::StopToken);
+        } else if left == 0 {
+            self.finish_with(Finish::TokenLimit);
+        } else if self.committed == max_len {
+            self.finish_with(Finish::CacheFull);
+        } else {
+            self.limit_round(left, max_len - self.committed - 1);
+        }
+    }
+
+    /// Sets the limits of a round that may emit `left` tokens, with room for
+    /// `rows` nodes in the cache.
+    fn limit_round(&mut self, left: usize, rows: usize) {
+        let plan = &self.plan;
+        let wanted = plan.max_slots() - 1;
+        self.round = RoundLimits {
+            // A node deeper than that could only be accepted to be cut off.
+            horizon: plan.horizon().min(left - 1),
+            nodes: wanted.min(rows),
+            reason: plan.reason(),
+        };
+        if !plan.algorithm().needs_tree_mask() {
+            self.round.horizon = self.round.horizon.min(rows);
+        }
+        if wanted > 0 {
+            if left == 1 {
+                self.round.reason = Some(Reason::LastToken);
+            } else if wanted > rows {
+                self.round.reason = Some(Reason::CacheLimit);
+            }
+        }
+        if self.round.horizon.min(self.round.nodes) > 0 {
+            self.need = Need::Proposal;
+        } else {
+            self.tree.reset(self.root());
+            self.tree_ready();
+        }
+        self.since = Instant::now();
+    }
+
+    fn tree_ready(&mut self) {
+        self.has_mask = !self.tree.is_chain() && self.plan.wants_bits();
+        if self.has_mask {
+            self.mask.build(&self.tree);
+        }
+        self.need = Need::Verification;
+    }
+
+    fn note_shadow(&mut self) {
+        if !self.plan.shadow() || self.tree.nodes() == 0 {
+            return;
+        }
+        let emitted = self.outcome.tokens();
+        // Nothing was rejected if the whole chain was accepted, nor if the pick
+        // was the chain's and the text was cut there.
+        let last = emitted.len() - 1;
+        if self.tree.tokens().get(last + 1).is_none_or(|drafted| *drafted == emitted[last]) {
+            return;
+        }
+        self.stats.shadow.rejections += 1;
+        let path = emitted.iter().try_fold(0, |slot, &token| self.shadow_tree.child(slot, token));
+        self.stats.shadow.caught += u64::from(path.is_some());
+    }
+
+    fn finish_with(&mut self, finish: Finish) {
+        self.need = Need::Nothing;
+        self.finish = Some(finish);
+    }
+
+    fn lap(&mut self, stage: Stage) {
+        let now = Instant::now();
+        self.stats.add_time(stage, now - self.since);
+        self.since = now;
+    }
+
+    fn expect(&self, need: Need, call: &'static str) -> Result<(), Error> {
+        if self.need == need { Ok(()) } else { Err(self.out_of_turn(call)) }
+    }
+
+    fn out_of_turn(&self, call: &'static str) -> Error {
+        Error::OutOfTurn { call, needs: self.need }
+    }
+
+    fn check_picks(&self, slots: usize) -> Result<(), Error> {
+        if self.picks.len() != slots {
+            let found = self.picks.len();
+            return Err(Error::Length { field: "picks", found, accepted: slots });
+        }
+        self.check_tokens("picks", &self.picks)
+    }
+
+    fn check_tokens(&self, field: &'static str, tokens: &[u32]) -> Result<(), Error> {
+        let vocab_size = self.plan.capabilities().vocab_size;
+        match tokens.iter().position(|&token| token as usize >= vocab_size) {
+            None => Ok(()),
+            Some(index) => Err(Error::Token { field, index, found: tokens[index], vocab_size }),
+        }
+    }
+}
+
+/// Lists of which nothing is drafted below certain tokens.
+struct NotBelow<'a> {
+    lists: &'a Proposal,
+    tokens: &'a [u32],
+}
+
+impl Expand for NotBelow<'_> {
+    fn child(&mut self, tree: &DraftTree, parent: usize, rank: usize) -> Option<(u32, f32)> {
+        let ends = parent > 0 && self.tokens.contains(&tree.tokens()[parent]);
+        if ends { None } else { self.lists.child(tree, parent, rank) }
+    }
+}

@@ -1,0 +1,462 @@
+use super::{DraftTree, Expand};
+use crate::{Error, Proposal};
+
+/// How large a tree grows, and where it stops.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct TreeSettings {
+    /// Nodes at most, not counting the root. Zero gives a lone root.
+    pub budget: usize,
+    /// Children of one node at most.
+    pub top_k: usize,
+    /// Growth stops at the first path whose log-probability is below this.
+    /// Since paths come in descending order, the stop is exact.
+    pub log_prob_cutoff: f64,
+    /// Whether the chain of best tokens, or as much of it as the budget holds,
+    /// is in the tree whatever its probability. Its nodes then come first. The
+    /// cut-off does not apply to them.
+    pub spine: bool,
+}
+
+impl Default for TreeSettings {
+    /// 64 nodes, no other limit, no spine guarantee.
+    fn default() -> Self {
+        Self { budget: 64, top_k: usize::MAX, log_prob_cutoff: f64::NEG_INFINITY, spine: false }
+    }
+}
+
+/// Grows the tree of the most probable prefixes: DDTree's builder.
+///
+/// The candidates are the unvisited children of the tree so far; the one with
+/// the greatest path log-probability becomes the next node, until the budget is
+/// spent. If scores are at most 0, the result is the prefix-closed set of
+/// `budget` prefixes with the greatest sum of path probabilities, hence of
+/// expected accepted tokens under the drafter's own marginals (Propositions 1
+/// to 3 of the DDTree paper).
+///
+/// Order is that of the published reference implementation, exactly: path sums
+/// in f64 over f32 log-probabilities, added from the root down; equal sums are
+/// ordered by the ranks along the path, lexicographically. Entries of `-inf` are
+/// never drafted.
+///
+/// A builder owns the scratch it needs and reuses it; one per sequence or one
+/// per thread are both fine, since nothing carries over between builds.
+///
+/// # When not to use it
+///
+/// If verification costs grow steeply with the number of slots (a CPU, a large
+/// batch, a mixture of experts), a [`chain`](super::chain) can be faster even
+/// though it accepts less. Measure.
+///
+/// ```
+/// use ddtree::{BestFirst, DraftTree, Proposal, TreeSettings};
+///
+/// let mut proposal = Proposal::new();
+/// proposal.push(&[7, 3], &[0.5f32.ln(), 0.4f32.ln()])?;
+/// proposal.push(&[4, 9], &[0.9f32.ln(), 0.1f32.ln()])?;
+///
+/// let mut tree = DraftTree::new(1);
+/// let settings = TreeSettings { budget: 4, ..TreeSettings::default() };
+/// BestFirst::new().build(&proposal, settings, &mut tree)?;
+/// // 0.5, 0.5 * 0.9, 0.4, 0.4 * 0.9
+/// assert_eq!(tree.tokens(), [1, 7, 4, 3, 4]);
+/// assert_eq!(tree.parents(), [-1, 0, 1, 0, 3]);
+/// # Ok::<(), ddtree::Error>(())
+/// ```
+#[derive(Clone, Debug, Default)]
+pub struct BestFirst {
+    heap: Vec<Candidate>,
+    // Rank of every slot among its siblings.
+    ranks: Vec<u32>,
+}
+
+/// A child that could become the next node.
+#[derive(Clone, Copy, Debug)]
+struct Candidate {
+    score: f64,
+    parent: u32,
+    rank: u32,
+    token: u32,
+}
+
+impl BestFirst {
+    /// A builder with empty scratch.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Makes room for trees of `budget` nodes, so that building them allocates
+    /// nothing.
+    pub fn reserve(&mut self, budget: usize) {
+        self.heap.reserve((budget + 1).saturating_sub(self.heap.len()));
+        self.ranks.reserve((budget + 1).saturating_sub(self.ranks.len()));
+    }
+
+    /// Grows a tree over per-depth lists below the root of `tree`; what `tree`
+    /// held below its root is dropped.
+    ///
+    /// # Errors
+    ///
+    /// None with lists that a [`Proposal`] holds: those are valid. The result
+    /// is there for symmetry with [`build_with`](Self::build_with).
+    ///
+    /// # Complexity
+    ///
+    /// O(B log B) time for B nodes and O(B) scratch; ties cost O(depth) more
+    /// per comparison.
+    pub fn build(
+        &mut self,
+        proposal: &Proposal,
+        settings: TreeSettings,
+        tree: &mut DraftTree,
+    ) -> Result<(), Error> {
+        self.grow::<_, false>(&mut &*proposal, settings, tree)
+    }
+
+    /// Grows a tree over whatever children `expand` gives.
+    ///
+    /// # Errors
+    ///
+    /// If `expand` gives a NaN or +inf, a child that is better than the one of
+    /// the rank before, or a token twice below one parent; the error names
+    /// depth and rank. `tree` then holds a valid part of the tree.
+    ///
+    /// # Complexity
+    ///
+    /// As [`build`](Self::build), plus one call of `expand` per candidate (at
+    /// most 2 B + 1) and a look at the earlier siblings of each node.
+    pub fn build_with<E: Expand>(
+        &mut self,
+        expand: &mut E,
+        settings: TreeSettings,
+        tree: &mut DraftTree,
+    ) -> Result<(), Error> {
+        self.grow::<_, true>(expand, settings, tree)
+    }
+
+    fn grow<E: Expand, const CHECK: bool>(
+        &mut self,
+        expand: &mut E,
+        settings: TreeSettings,
+        tree: &mut DraftTree,
+    ) -> Result<(), Error> {
+        tree.reset(tree.tokens()[0]);
+        self.heap.clear();
+        self.ranks.clear();
+        self.ranks.push(0);
+        if settings.budget == 0 || settings.top_k == 0 {
+            return Ok(());
+        }
+        if settings.spine {
+            self.lay_spine::<_, CHECK>(expand, settings, tree)?;
+        } else if let Some(first) = candidate(expand, tree, 0, 0, f64::INFINITY)? {
+            self.heap.push(first);
+        }
+        while tree.nodes() < settings.budget {
+            let Some(&best) = self.heap.first() else { break };
+            if best.score < settings.log_prob_cutoff {
+                break;
+            }
+            let slot = self.insert::<CHECK>(best, tree)?;
+            let child = candidate(expand, tree, slot, 0, f64::INFINITY)?;
+            let sibling = next_sibling(expand, settings.top_k, tree, best)?;
+            // The new candidates take the place of the old one, which saves
+            // moving the heap's last entry to the top and down again.
+            match (child, sibling) {
+                (None, None) => {
+                    self.heap.swap_remove(0);
+                }
+                (Some(one), None) | (None, Some(one)) => self.heap[0] = one,
+                (Some(child), Some(sibling)) => {
+                    self.heap[0] = child;
+                    self.sift_down(tree);
+                    self.heap.push(sibling);
+                    self.sift_up(tree);
+                    continue;
+                }
+            }
+            self.sift_down(tree);
+        }
+        Ok(())
+    }
+
+    /// Inserts the chain of best tokens and makes its siblings candidates.
+    fn lay_spine<E: Expand, const CHECK: bool>(
+        &mut self,
+        expand: &mut E,
+        settings: TreeSettings,
+        tree: &mut DraftTree,
+    ) -> Result<(), Error> {
+        while tree.nodes() < settings.budget {
+            let last = tree.len() - 1;
+            let Some(best) = candidate(expand, tree, last, 0, f64::INFINITY)? else { break };
+            self.insert::<CHECK>(best, tree)?;
+        }
+        for slot in 1..tree.len() {
+            let node = Candidate {
+                score: tree.scores()[slot],
+                parent: slot as u32 - 1,
+                rank: 0,
+                token: tree.tokens()[slot],
+            };
+            if let Some(sibling) = next_sibling(expand, settings.top_k, tree, node)? {
+                self.heap.push(sibling);
+                self.sift_up(tree);
+            }
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn insert<const CHECK: bool>(
+        &mut self,
+        node: Candidate,
+        tree: &mut DraftTree,
+    ) -> Result<usize, Error> {
+        self.ranks.push(node.rank);
+        let parent = node.parent as usize;
+        if CHECK && tree.child(parent, node.token).is_some() {
+            return Err(Error::Proposal {
+                depth: tree.depths()[parent] as usize + 1,
+                rank: node.rank as usize,
+                found: format!("token {} a second time below slot {parent}", node.token),
+                accepted: "distinct tokens",
+            });
+        }
+        Ok(tree.push_distinct(parent, node.token, node.score))
+    }
+
+    /// Whether `a` comes before `b`: greater score first, then the path of
+    /// smaller ranks.
+    #[inline]
+    fn before(&self, tree: &DraftTree, a: Candidate, b: Candidate) -> bool {
+        a.score > b.score || (a.score == b.score && self.path_before(tree, a, b))
+    }
+
+    /// Compares rank paths lexicographically. Of two candidates neither path is
+    /// a prefix of the other, since candidates are never below one another.
+    #[cold]
+    fn path_before(&self, tree: &DraftTree, a: Candidate, b: Candidate) -> bool {
+        let lift =
+            |(parent, _): (usize, u32)| (tree.parents()[parent] as usize, self.ranks[parent]);
+        let depth = |(parent, _): (usize, u32)| tree.depths()[parent];
+        let mut a = (a.parent as usize, a.rank);
+        let mut b = (b.parent as usize, b.rank);
+        while depth(a) > depth(b) {
+            a = lift(a);
+        }
+        while depth(b) > depth(a) {
+            b = lift(b);
+        }
+        while a.0 != b.0 {
+            a = lift(a);
+            b = lift(b);
+        }
+        a.1 < b.1
+    }
+
+    fn sift_up(&mut self, tree: &DraftTree) {
+        let mut hole = self.heap.len() - 1;
+        let moved = self.heap[hole];
+        while hole > 0 {
+            let above = (hole - 1) / 2;
+            if !self.before(tree, moved, self.heap[above]) {
+                break;
+            }
+            self.heap[hole] = self.heap[above];
+            hole = above;
+        }
+        self.heap[hole] = moved;
+    }
+
+    fn sift_down(&mut self, tree: &DraftTree) {
+        let Some(&moved) = self.heap.first() else { return };
+        let mut hole = 0;
+        loop {
+            let mut below = 2 * hole + 1;
+            if below >= self.heap.len() {
+                break;
+            }
+            if below + 1 < self.heap.len()
+                && self.before(tree, self.heap[below + 1], self.heap[below])
+            {
+                below += 1;
+            }
+            if !self.before(tree, self.heap[below], moved) {
+                break;
+            }
+            self.heap[hole] = self.heap[below];
+            hole = below;
+        }
+        self.heap[hole] = moved;
+    }
+
+    /// Bytes of scratch held, used or not.
+    pub fn memory_usage(&self) -> usize {
+        self.heap.capacity() * size_of::<Candidate>() + self.ranks.capacity() * 4
+    }
+}
+
+/// The `rank`-th child of `parent`, unless there is none that can be drafted.
+/// `limit` is the score of the sibling before it.
+#[inline]
+fn candidate<E: Expand>(
+    expand: &mut E,
+    tree: &DraftTree,
+    parent: usize,
+    rank: usize,
+    limit: f64,
+) -> Result<Option<Candidate>, Error> {
+    let Some((token, log_prob)) = expand.child(tree, parent, rank) else {
+        return Ok(None);
+    };
+    if log_prob == f32::NEG_INFINITY {
+        return Ok(None);
+    }
+    let score = tree.scores()[parent] + f64::from(log_prob);
+    if !log_prob.is_finite() || score > limit {
+        return Err(refused(tree, parent, rank, log_prob));
+    }
+    Ok(Some(Candidate { score, parent: parent as u32, rank: rank as u32, token }))
+}
+
+#[inline]
+fn next_sibling<E: Expand>(
+    expand: &mut E,
+    top_k: usize,
+    tree: &DraftTree,
+    node: Candidate,
+) -> Result<Option<Candidate>, Error> {
+    let rank = node.rank as usize + 1;
+    if rank >= top_k {
+        return Ok(None);
+    }
+    candidate(expand, tree, node.parent as usize, rank, node.score)
+}
+
+#[cold]
+fn refused(tree: &DraftTree, parent: usize, rank: usize, log_prob: f32) -> Error {
+    Error::Proposal {
+        depth: tree.depths()[parent] as usize + 1,
+        rank,
+        found: format!("log-probability {log_prob}"),
+        accepted: "numbers below infinity, descending among siblings",
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn proposal(rows: &[&[f32]]) -> Proposal {
+        let mut proposal = Proposal::new();
+        for row in rows {
+            let tokens: Vec<u32> = (10..).take(row.len()).collect();
+            let log_probs: Vec<f32> = row.iter().map(|p| p.ln()).collect();
+            proposal.push(&tokens, &log_probs).unwrap();
+        }
+        proposal
+    }
+
+    fn build(proposal: &Proposal, settings: TreeSettings) -> DraftTree {
+        let mut tree = DraftTree::new(1);
+        BestFirst::new().build(proposal, settings, &mut tree).unwrap();
+        tree
+    }
+
+    fn budget(budget: usize) -> TreeSettings {
+        TreeSettings { budget, ..TreeSettings::default() }
+    }
+
+    #[test]
+    fn equal_sums_take_the_smaller_rank_path_first() {
+        // Popping in push order would give two siblings instead.
+        let tree = build(&proposal(&[&[0.5, 0.25, 0.25], &[0.5, 0.3, 0.2]]), budget(2));
+        assert_eq!(tree.parents(), [-1, 0, 1]);
+    }
+
+    #[test]
+    fn impossible_tokens_are_never_drafted() {
+        let tree = build(&proposal(&[&[1.0, 0.0], &[0.6, 0.4, 0.0]]), budget(64));
+        assert_eq!(tree.tokens(), [1, 10, 10, 11]);
+        let nothing = build(&proposal(&[&[0.0, 0.0], &[1.0]]), budget(64));
+        assert_eq!(nothing, DraftTree::new(1));
+        let spine = TreeSettings { spine: true, ..budget(64) };
+        assert_eq!(build(&proposal(&[&[1.0], &[0.0], &[1.0]]), spine).nodes(), 1);
+    }
+
+    #[test]
+    fn no_budget_no_lists_or_no_children_give_a_lone_root() {
+        let lists = proposal(&[&[0.9, 0.1]]);
+        assert_eq!(build(&lists, budget(0)), DraftTree::new(1));
+        assert_eq!(build(&lists, TreeSettings { top_k: 0, ..budget(4) }), DraftTree::new(1));
+        assert_eq!(build(&Proposal::new(), budget(4)), DraftTree::new(1));
+    }
+
+    #[test]
+    fn one_candidate_per_depth_is_the_chain_byte_for_byte() {
+        let lists = proposal(&[&[0.9, 0.1], &[0.5, 0.4], &[0.3, 0.3]]);
+        for spine in [false, true] {
+            let tree = build(&lists, TreeSettings { top_k: 1, spine, ..budget(9) });
+            let mut chain = DraftTree::new(1);
+            super::super::chain::build(&lists, 15, &mut chain);
+            assert_eq!(tree, chain);
+        }
+    }
+
+    #[test]
+    fn the_spine_is_kept_when_breadth_is_more_probable() {
+        let flat: &[f32] = &[0.3, 0.25, 0.2, 0.15, 0.1];
+        let lists = proposal(&[flat, flat, flat, flat]);
+        assert_eq!(build(&lists, budget(5)).max_depth(), 1);
+        let spine = TreeSettings { spine: true, ..budget(5) };
+        let tree = build(&lists, spine);
+        assert_eq!(tree.parents(), [-1, 0, 1, 2, 3, 0]);
+        assert_eq!(tree.tokens(), [1, 10, 10, 10, 10, 11]);
+        let short = build(&lists, TreeSettings { budget: 3, ..spine });
+        assert_eq!(short.parents(), [-1, 0, 1, 2]);
+    }
+
+    #[test]
+    fn cutoff_stops_at_the_first_path_below_it() {
+        let lists = proposal(&[&[0.6, 0.4], &[0.5, 0.5]]);
+        let cutoff = f64::from(0.35f32.ln());
+        let tree = build(&lists, TreeSettings { log_prob_cutoff: cutoff, ..budget(64) });
+        assert_eq!(tree.tokens(), [1, 10, 11]);
+    }
+
+    #[test]
+    fn top_k_bounds_the_children_of_every_node() {
+        let lists = proposal(&[&[0.4, 0.3, 0.3], &[0.4, 0.3, 0.3]]);
+        let tree = build(&lists, TreeSettings { top_k: 2, ..budget(64) });
+        assert_eq!(tree.nodes(), 2 + 4);
+        assert!((0..tree.len()).all(|slot| tree.children(slot).count() <= 2));
+    }
+
+    /// Gives one parent a fixed list of children.
+    struct List(Vec<(u32, f32)>);
+
+    impl Expand for List {
+        fn child(&mut self, _: &DraftTree, parent: usize, rank: usize) -> Option<(u32, f32)> {
+            (parent == 0).then(|| self.0.get(rank).copied()).flatten()
+        }
+    }
+
+    #[test]
+    fn faulty_scores_and_duplicates_are_errors_that_say_where() {
+        for (children, at) in [
+            (vec![(1, f32::NAN)], 0),
+            (vec![(1, -1.0), (2, f32::INFINITY)], 1),
+            (vec![(1, -1.0), (2, -2.0), (3, -1.5)], 2),
+            (vec![(1, -1.0), (2, -2.0), (1, -3.0)], 2),
+        ] {
+            let mut tree = DraftTree::new(0);
+            let error = BestFirst::new()
+                .build_with(&mut List(children), budget(64), &mut tree)
+                .unwrap_err();
+            assert!(
+                matches!(error, Error::Proposal { depth: 1, rank, .. } if rank == at),
+                "{error}"
+            );
+        }
+    }
+}

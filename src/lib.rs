@@ -7,3 +7,5 @@
 #[cfg_attr(docsrs, doc(cfg(feature = "candle")))]
 #[allow(unsafe_code)]
 pub mod candle;
+
+pub mod top_k;

@@ -79,10 +79,13 @@ fn around(len: usize) -> Vec<usize> {
     ks
 }
 
+/// The entry at an index of a row of a length.
+type Shape = fn(usize, usize) -> f32;
+
 #[test]
 fn shaped_rows_of_every_length() {
     for len in LENGTHS {
-        let shapes: [(&str, fn(usize, usize) -> f32); 9] = [
+        let shapes: [(&str, Shape); 9] = [
             ("rising", |i, _| i as f32),
             ("falling", |i, len| (len - i) as f32 * 0.5 - 3.0),
             ("equal", |_, _| 1.25),
@@ -155,7 +158,7 @@ fn a_dominating_token_is_certain() {
 
 #[test]
 fn a_vocabulary_sized_row_keeps_its_digits() {
-    // The worst rows for rounding: many equal small terms next to one large, so that all errors add up.
+    // The worst rows for rounding: many equal small terms next to one large, so that errors add up.
     for gap in [0.0f32, 3.3, 7.7, 11.81, 12.37, 20.1] {
         let mut logits = vec![0.123; 151_936];
         logits[70_000] += gap;
@@ -272,7 +275,7 @@ proptest! {
     }
 
     #[test]
-    fn one_object_serves_rows_of_any_size(rows in prop::collection::vec((row(), 0usize..70), 1..5)) {
+    fn one_object_serves_any_row(rows in prop::collection::vec((row(), 0usize..70), 1..5)) {
         let mut top_k = TopK::new();
         for (logits, k) in rows {
             let (mut tokens, mut values) = (Vec::new(), Vec::new());

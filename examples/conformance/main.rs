@@ -14,8 +14,9 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use common::{device::DeviceArgs, models::ModelArgs, models::Models};
 use ddtree::Algorithm;
-use golden::{Build, Decode, Golden, Run, Settings};
+use golden::{Build, Decode, Golden, Settings};
 use indicatif::{ProgressBar, ProgressStyle};
+use replay::Remarks;
 
 /// Replays golden files: trees that were built, and texts that were generated, by the published
 /// reference implementation.
@@ -69,7 +70,11 @@ fn run(args: &Args) -> Result<usize> {
             Golden::Decodes { settings, cases } => {
                 let models = match &mut models {
                     Some(models) => models,
-                    None => models.insert(Models::load(&args.models, &args.device, true, true)?),
+                    None => {
+                        let loaded = Models::load(&args.models, &args.device, true, true)?;
+                        eprintln!("{} ({})", loaded.name, args.device.describe());
+                        models.insert(loaded)
+                    }
                 };
                 decodes(file, settings, cases, models, &mut report)?;
             }
@@ -82,7 +87,7 @@ fn builds(file: &str, cases: &[Build], report: &mut Report) {
     for (index, case) in cases.iter().enumerate() {
         let kind = case.kind.as_deref().unwrap_or("tree");
         let name = format!("{file}: case {}, {kind}, budget {}", index + 1, case.budget);
-        report.case(&name, compare::build(case).map(|()| Vec::new()));
+        report.case(&name, compare::build(case).map(|()| Remarks::default()));
     }
 }
 
@@ -94,6 +99,13 @@ fn decodes(
     report: &mut Report,
 ) -> Result<()> {
     let mut target = models.target(true)?;
+    if !models.stop_tokens().contains(&settings.stop_token) {
+        report.note(&format!(
+            "{file}: its stop token {} is none of the target's, which are {:?}; the file's is used",
+            settings.stop_token,
+            models.stop_tokens()
+        ));
+    }
     for (index, case) in cases.iter().enumerate() {
         if let Some(prompt) = &case.prompt {
             // Chat templates put more around a prompt, so either is fine.
@@ -136,6 +148,7 @@ struct Report {
     passed: usize,
     failed: usize,
     near_ties: usize,
+    cut_rounds: usize,
     progress: ProgressBar,
 }
 
@@ -144,17 +157,25 @@ impl Report {
         let style = ProgressStyle::with_template("{pos}/{len} {wide_bar} {msg}");
         let style = style.unwrap_or_else(|_| ProgressStyle::default_bar());
         let progress = ProgressBar::new(cases as u64).with_style(style);
-        Self { passed: 0, failed: 0, near_ties: 0, progress }
+        Self { passed: 0, failed: 0, near_ties: 0, cut_rounds: 0, progress }
     }
 
     /// Takes note of a case: the near ties in it, or its first difference.
-    fn case(&mut self, name: &str, result: Result<Vec<String>, String>) {
+    fn case(&mut self, name: &str, result: Result<Remarks, String>) {
         match result {
-            Ok(near_ties) => {
+            Ok(remarks) => {
                 self.passed += 1;
-                self.near_ties += near_ties.len();
-                for tie in near_ties {
+                self.near_ties += remarks.near_ties.len();
+                for tie in remarks.near_ties {
                     self.print(&format!("near tie {name}: {tie}"));
+                }
+                if remarks.cut_rounds > 0 {
+                    self.cut_rounds += remarks.cut_rounds;
+                    self.note(&format!(
+                        "{name}: of the last rounds ({}) only the tokens are compared, as the end of \
+                         the reference's buffer cut its drafter's block short",
+                        remarks.cut_rounds
+                    ));
                 }
             }
             Err(difference) => {
@@ -182,6 +203,9 @@ impl Report {
                 self.near_ties,
                 compare::NEAR
             );
+        }
+        if self.cut_rounds > 0 {
+            println!("{} rounds compared by their tokens only", self.cut_rounds);
         }
         println!("{} passed, {} failed", self.passed, self.failed);
         self.failed

@@ -161,7 +161,7 @@ fn trees_list_the_references_tokens() {
         for (budget, trees) in &case.trees {
             let room = goldens.max_new_tokens + 1 + budget.parse::<usize>().unwrap();
             replay(&target, &mut drafter, case, room, |index, _, logits| {
-                let Some(round) = trees.rounds.get(index) else { return None };
+                let round = trees.rounds.get(index)?;
                 let ranked: Vec<_> = logits.iter().map(|row| ranked(row)).collect();
                 let mut children = vec![0; round.parents.len()];
                 for ((&token, &depth), &parent) in

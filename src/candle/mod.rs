@@ -4,6 +4,7 @@ mod attention;
 mod cache;
 mod config;
 mod decoder;
+pub mod dflash;
 mod error;
 mod gguf;
 mod layers;

@@ -73,8 +73,10 @@ pub enum Finish {
 /// failed the rows of the round are void, and only `abandon` is left. Tokens are
 /// emitted when their round is committed, each exactly once.
 ///
-/// After its first round a session allocates nothing per round, unless it keeps
-/// a trace.
+/// A session allocates when it is made and when a request starts. Rounds allocate
+/// for a proposal that is larger than any before, which usually means the first
+/// round alone, for tokens beyond the first million, and for a trace if one is
+/// kept; otherwise nothing.
 ///
 /// ```
 /// use ddtree::{Algorithm, Capabilities, Config, Need, Plan, Request, Session};

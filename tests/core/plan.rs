@@ -205,6 +205,28 @@ fn inexact_recurrent_trees_are_an_error_that_names_the_way_out() {
 }
 
 #[test]
+fn depths_and_entries_that_were_not_asked_for_are_left_out() {
+    // A block drafter drafts its whole block, whatever the horizon asked for.
+    let lists = vec![(vec![1, 2, 3], vec![-0.5, -0.6, -0.7]); 4];
+    for config in [
+        tree(9).top_k(2),
+        tree(9).top_k(2).spine(true),
+        Config::new(Algorithm::Chain).shadow(true).top_k(2),
+    ] {
+        let config = config.block_size(3).trace(true);
+        let engine = (Target::new(99), Fixed(lists.clone()));
+        let mut decoder = Decoder::new(engine, &config).unwrap();
+        decode(&mut decoder, &Request::new(&[2, 7, 1]).max_new_tokens(20));
+        let trace = decoder.session().trace();
+        assert!(trace[0].depths.contains(&2));
+        for round in trace {
+            assert!(round.depths.iter().all(|&depth| depth <= 2));
+            assert!(!round.tokens[1..].contains(&3));
+        }
+    }
+}
+
+#[test]
 fn a_tree_is_no_deeper_than_its_budget_and_asks_for_no_more() {
     let plan = Plan::resolve(&tree(3), &Capabilities::new(100, 100), 15).unwrap();
     assert_eq!((plan.horizon(), plan.max_slots()), (3, 4));

@@ -200,6 +200,35 @@ fn tokens_can_be_appended_after_any_step_of_a_decoder() {
     }
 }
 
+// Where the limits leave a round without a draft, a host that looks between two
+// steps finds no other place to append.
+#[test]
+fn tokens_can_be_appended_before_a_round_that_the_limits_leave_without_a_draft() {
+    for config in all() {
+        for (limit, max_len) in [(2, 200), (usize::MAX, PROMPT.len() + 2)] {
+            let engine = (Target::new(max_len), Guesser::new(5, 70));
+            let mut decoder = Decoder::new(engine, &config).unwrap();
+            decoder.start(&Request::new(&PROMPT).max_new_tokens(limit)).unwrap();
+            decoder.step().unwrap();
+            if limit == 2 {
+                assert_eq!(decoder.session().need(), Need::Verification);
+            }
+            decoder.session_mut().append(&[5]).unwrap();
+            assert_eq!(decoder.session().generated()[1..], [5]);
+            while decoder.step().unwrap().is_some() {}
+            assert!(decoder.session().finish().is_some());
+        }
+        // The last row is the root's, so nothing can be drafted either.
+        let engine = (Target::new(PROMPT.len() + 1), Guesser::new(5, 70));
+        let mut decoder = Decoder::new(engine, &config).unwrap();
+        decoder.start(&Request::new(&PROMPT)).unwrap();
+        decoder.step().unwrap();
+        assert_eq!(decoder.session().need(), Need::Verification);
+        let error = decoder.session_mut().append(&[5]).unwrap_err();
+        assert!(matches!(error, Error::Setting { field: "tokens", .. }), "{error}");
+    }
+}
+
 #[test]
 fn appended_tokens_count_as_generated_and_end_the_text_at_the_limit() {
     let mut decoder = toys(&tree());

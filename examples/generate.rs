@@ -335,7 +335,8 @@ fn trace_of(session: &Session, name: &str, prompt: &str, text: &str) -> serde_js
         .trace()
         .iter()
         .map(|round| {
-            let start = std::mem::replace(&mut end, end + round.stats.tokens);
+            let start = end;
+            end += round.stats.tokens;
             json!({
                 "position": round.start,
                 "algorithm": round.stats.algorithm.name(),

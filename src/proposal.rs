@@ -68,6 +68,15 @@ impl Proposal {
         (&self.tokens[start..end], &self.log_probs[start..end])
     }
 
+    /// One entry of a depth (1-based), by rank from 0.
+    #[inline]
+    pub(crate) fn entry(&self, depth: usize, rank: usize) -> Option<(u32, f32)> {
+        let end = *self.ends.get(depth - 1)?;
+        let start = if depth == 1 { 0 } else { self.ends[depth - 2] };
+        let index = start + rank;
+        (index < end).then(|| (self.tokens[index], self.log_probs[index]))
+    }
+
     /// Appends one depth.
     ///
     /// # Errors

@@ -17,6 +17,7 @@ mod stats;
 mod verifier;
 mod walk;
 
+pub mod conformance;
 pub mod layout;
 pub mod sample;
 pub mod top_k;

@@ -2,8 +2,8 @@ use std::time::Instant;
 
 use crate::{
     Acceptance, Algorithm, AncestorMask, BestFirst, CommitPlan, Committed, Constraint, DraftTree,
-    Error, Filter, PickRule, Picks, Plan, Prefill, Proposal, ProposalRequest, Reason, Request, Round,
-    RoundStats, RoundTrace, RunStats, Stage, TreeSettings,
+    Error, Filter, PickRule, Picks, Plan, Prefill, Proposal, ProposalRequest, Reason, Request,
+    Round, RoundStats, RoundTrace, RunStats, Stage, TreeSettings,
     sample::{Coupling, Sampler},
     tree::chain,
     verifier::{PickContext, leads_to},
@@ -354,6 +354,7 @@ impl Session {
             sampler: &mut self.sampler,
             tokens: &self.tokens,
             tree: None,
+            stop_tokens: &self.stop_tokens,
             everywhere: self.plan.trace(),
             at_least: PickRule::Argmax,
             by_id: &mut self.picked_by_id,
@@ -488,6 +489,7 @@ impl Session {
             sampler: &mut self.sampler,
             tokens: &self.tokens,
             tree: Some(&self.tree),
+            stop_tokens: &self.stop_tokens,
             everywhere: self.plan.trace(),
             at_least: PickRule::Argmax,
             by_id: &mut self.picked_by_id,
@@ -802,7 +804,7 @@ impl Session {
             return Err(Error::Length { field: "picks", found, accepted });
         }
         let vocab_size = capabilities.vocab_size;
-        let reached = |slot| tree.is_none_or(|tree| leads_to(tree, &self.picks, slot));
+        let reached = |slot| tree.is_none_or(|tree| leads_to(tree, &self.picks, &self.stop_tokens, slot));
         let wrong = |slot, token: u32| {
             token as usize >= vocab_size && (token != Picks::SKIPPED || reached(slot))
         };

@@ -209,6 +209,8 @@ pub(crate) struct PickContext<'a> {
     pub(crate) tokens: &'a [u32],
     /// `None` for the single pick after a prefill.
     pub(crate) tree: Option<&'a DraftTree>,
+    /// Tokens after which there are none.
+    pub(crate) stop_tokens: &'a [u32],
     /// Whether picks off the path are wanted too.
     pub(crate) everywhere: bool,
     /// The least rule to ask for, whatever the request needs.
@@ -268,12 +270,17 @@ impl<'a> Picks<'a> {
     /// Whether the pick of the next slot can have an effect: whether the picks so far lead there. True
     /// for all slots while a [trace](crate::Config::trace) is kept, and if the tree is not known.
     pub fn wanted(&self) -> bool {
-        let Some(PickContext { tree: Some(tree), everywhere: false, .. }) = self.context else {
+        let everywhere = self.context.as_ref().is_some_and(|context| context.everywhere);
+        everywhere || self.reaches(self.ids.len())
+    }
+
+    /// Whether the picks so far lead to a slot.
+    fn reaches(&self, slot: usize) -> bool {
+        // A slot beyond the tree is an error, which is found when picks are counted.
+        let Some(PickContext { tree: Some(tree), stop_tokens, .. }) = &self.context else {
             return true;
         };
-        // A slot beyond the tree is an error, which is found when picks are counted.
-        let next = self.ids.len();
-        next >= tree.len() || leads_to(tree, self.ids, next)
+        slot >= tree.len() || leads_to(tree, self.ids, stop_tokens, slot)
     }
 
     /// Leaves the next slot without a pick. An error follows if it was [wanted](Self::wanted).
@@ -309,7 +316,11 @@ impl<'a> Picks<'a> {
             _ if !wanted => Self::SKIPPED,
             Some(context) if context.sampler.rule() > PickRule::Argmax => {
                 let node = context.tree.filter(|tree| slot < tree.len()).map(|tree| (tree, slot));
-                context.sampler.pick(logits, context.tokens, node)?
+                match context.sampler.pick(logits, context.tokens, node) {
+                    // Off the path it is no error that nothing is left: an illegal draft leads there.
+                    Err(Error::NoToken { .. }) if !self.reaches(slot) => Self::SKIPPED,
+                    picked => picked?,
+                }
             }
             _ => top_k::argmax(logits).map_err(|source| Error::Logits { row: slot, source })?.0,
         };
@@ -323,10 +334,18 @@ impl<'a> Picks<'a> {
     }
 }
 
-/// Whether the picks of a slot's ancestors lead to it.
-pub(crate) fn leads_to(tree: &DraftTree, picks: &[u32], slot: usize) -> bool {
-    let above = tree.ancestors(slot).filter(|&slot| slot > 0);
-    above.into_iter().all(|slot| picks[tree.parents()[slot] as usize] == tree.tokens()[slot])
+/// Whether the picks of a slot's ancestors lead to it, and the text goes on there.
+pub(crate) fn leads_to(
+    tree: &DraftTree,
+    picks: &[u32],
+    stop_tokens: &[u32],
+    slot: usize,
+) -> bool {
+    let mut nodes = tree.ancestors(slot).filter(|&slot| slot > 0);
+    nodes.all(|slot| {
+        let token = tree.tokens()[slot];
+        picks[tree.parents()[slot] as usize] == token && !stop_tokens.contains(&token)
+    })
 }
 
 /// A target model with its caches: everything that this crate asks of an

@@ -10,12 +10,7 @@ pub(crate) struct Coupling {
 impl Coupling {
     /// Replaces the log-probabilities of a proposal by those of being drawn, given the noise, best first.
     /// `root` is the position of the root.
-    pub(crate) fn apply(
-        &mut self,
-        proposal: &mut Proposal,
-        sampling: &Sampling,
-        root: usize,
-    ) {
+    pub(crate) fn apply(&mut self, proposal: &mut Proposal, sampling: &Sampling, root: usize) {
         let temperature = f64::from(sampling.temperature);
         let mut position = root;
         proposal.rewrite(|tokens, log_probs| {

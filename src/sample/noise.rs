@@ -202,8 +202,7 @@ mod tests {
         for position in 0..50 {
             let noise = Noise::new(9, position);
             let chunk = noise.chunk(3);
-            let values: Vec<f64> =
-                (768..1024).map(|token| noise.in_chunk(&chunk, token)).collect();
+            let values: Vec<f64> = (768..1024).map(|token| noise.in_chunk(&chunk, token)).collect();
             assert!(values.iter().all(|&g| g <= chunk.bound()));
             assert_eq!(values.iter().filter(|&&g| g == chunk.bound()).count(), 1);
             assert_eq!(values[7], noise.gumbel(775));
@@ -227,7 +226,9 @@ mod tests {
         };
         let positions = |token: u32| (0..n as usize).map(move |p| Noise::new(1, p).gumbel(token));
         assert!(distance(positions(5).collect(), &law) < limit);
-        assert!(distance((0..n as u32).map(|t| Noise::new(2, 3).gumbel(t)).collect(), &law) < limit);
+        assert!(
+            distance((0..n as u32).map(|t| Noise::new(2, 3).gumbel(t)).collect(), &law) < limit
+        );
         // The difference of two of one chunk is logistic if they are independent.
         let differences = positions(6).zip(positions(7)).map(|(a, b)| a - b).collect();
         assert!(distance(differences, &|x| 1.0 / (1.0 + (-x).exp())) < limit);

@@ -278,9 +278,7 @@ impl Sampler {
                     continue;
                 }
                 let sum = scaled(value) + noise.in_chunk(draw, token);
-                if best.is_none_or(|(best, lowest)| {
-                    sum > best || (sum == best && token < lowest)
-                }) {
+                if best.is_none_or(|(best, lowest)| sum > best || (sum == best && token < lowest)) {
                     best = Some((sum, token));
                 }
             }

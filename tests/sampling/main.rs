@@ -1,0 +1,9 @@
+//! Sampling: its law, its reproducibility, and what shapes it.
+
+mod constraint;
+mod device;
+mod exhaustive;
+mod law;
+mod pipeline;
+mod same_text;
+mod toy;

@@ -804,7 +804,8 @@ impl Session {
             return Err(Error::Length { field: "picks", found, accepted });
         }
         let vocab_size = capabilities.vocab_size;
-        let reached = |slot| tree.is_none_or(|tree| leads_to(tree, &self.picks, &self.stop_tokens, slot));
+        let reached =
+            |slot| tree.is_none_or(|tree| leads_to(tree, &self.picks, &self.stop_tokens, slot));
         let wrong = |slot, token: u32| {
             token as usize >= vocab_size && (token != Picks::SKIPPED || reached(slot))
         };

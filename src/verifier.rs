@@ -335,12 +335,7 @@ impl<'a> Picks<'a> {
 }
 
 /// Whether the picks of a slot's ancestors lead to it, and the text goes on there.
-pub(crate) fn leads_to(
-    tree: &DraftTree,
-    picks: &[u32],
-    stop_tokens: &[u32],
-    slot: usize,
-) -> bool {
+pub(crate) fn leads_to(tree: &DraftTree, picks: &[u32], stop_tokens: &[u32], slot: usize) -> bool {
     let mut nodes = tree.ancestors(slot).filter(|&slot| slot > 0);
     nodes.all(|slot| {
         let token = tree.tokens()[slot];

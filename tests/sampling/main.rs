@@ -6,4 +6,6 @@ mod exhaustive;
 mod law;
 mod pipeline;
 mod same_text;
+#[cfg(feature = "candle")]
+mod tiny;
 mod toy;

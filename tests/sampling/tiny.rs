@@ -1,6 +1,6 @@
 //! One seed, one text on the tiny pair, with 20 prompts and 5 seeds each.
 //!
-//! Texts are short here and each is compared with two of the eight ways to draft. All of it, with longer texts:
+//! Texts are short here and each is compared with one of the eight ways to draft, in turn. All of it, with longer texts:
 //!
 //! ```sh
 //! cargo run --release --example bench_decode -- --prompts tests/sampling/prompts.txt --temperature 1 \
@@ -74,12 +74,10 @@ fn a_seed_gives_the_same_text_with_every_algorithm() {
         let request = Request::new(prompt).max_new_tokens(7).stop_tokens(&[0]);
         let request = request.sampling(sampling(seed));
         let expected = ar.generate(&request, go_on).unwrap().tokens;
-        // 5 and 8 have no common factor: every seed and prompt meets every way to draft.
-        for way in [case, case + 3] {
-            let way = way % configs.len();
-            let found = decoders[way].generate(&request, go_on).unwrap().tokens;
-            assert_eq!(found, expected, "{:?} {:?}", configs[way], request);
-        }
+        // 5 and 8 have no common factor: every seed meets every way to draft.
+        let way = case % configs.len();
+        let found = decoders[way].generate(&request, go_on).unwrap().tokens;
+        assert_eq!(found, expected, "{:?} {:?}", configs[way], request);
     }
 }
 
@@ -93,7 +91,8 @@ fn its_picks_conform() {
     }
     conformance::check_picks(&mut target, &[17], &tree, &Sampling::new()).unwrap();
     // A decoder takes the target back as it was left.
-    let mut decoder = Decoder::new((target, NoDrafter), &Config::new(Algorithm::Autoregressive)).unwrap();
+    let mut decoder =
+        Decoder::new((target, NoDrafter), &Config::new(Algorithm::Autoregressive)).unwrap();
     let request = Request::new(&[17, 300]).max_new_tokens(2);
     assert_eq!(decoder.generate(&request, |_| ControlFlow::Continue(())).unwrap().tokens.len(), 2);
 }

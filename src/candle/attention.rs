@@ -3,27 +3,7 @@
 use candle_core::{D, DType, Device, Tensor};
 
 use super::Result;
-
-/// Which rows of one forward pass see each other; all of them see the committed rows before them
-/// (as far as a layer's window reaches).
-#[derive(Debug, Clone, Copy)]
-pub(crate) enum Visibility<'a> {
-    /// Row `i` sees rows `0..=i`.
-    Causal,
-    /// Row `i` sees row `j` if bit `j % 64` of word `i * words_per_row + j / 64` is set.
-    Ancestors { rows: &'a [u64], words_per_row: usize },
-}
-
-impl Visibility<'_> {
-    fn sees(&self, row: usize, other: usize) -> bool {
-        match *self {
-            Visibility::Causal => other <= row,
-            Visibility::Ancestors { rows, words_per_row } => {
-                rows[row * words_per_row + other / 64] >> (other % 64) & 1 == 1
-            }
-        }
-    }
-}
+use crate::AncestorMask;
 
 /// What the new rows of a pass see in one layer's cache.
 #[derive(Debug, Clone)]
@@ -36,13 +16,14 @@ pub(crate) struct LayerMask {
 }
 
 impl LayerMask {
-    /// For new rows at cache rows `start..` with `positions`, after committed rows whose position is
+    /// New rows see each other as `ancestors` says, and all earlier ones without it. They lie
+    /// at cache rows `start..` with `positions`, after committed rows whose position is
     /// their index. With a window `w`, a row at position `p` sees positions `p - w + 1 ..= p`:
     /// distance counts positions, so a tree's siblings do not push each other out.
     pub(crate) fn new(
         start: usize,
         positions: &[u32],
-        visibility: Visibility<'_>,
+        ancestors: Option<&AncestorMask>,
         window: Option<usize>,
         device: &Device,
     ) -> Result<Self> {
@@ -50,6 +31,10 @@ impl LayerMask {
         let oldest = |position: u32| match window {
             Some(window) => (position as usize + 1).saturating_sub(window),
             None => 0,
+        };
+        let sees = |row: usize, other: usize| match ancestors {
+            None => other <= row,
+            Some(mask) => mask.is_visible(row, other),
         };
         let first = positions.iter().map(|&p| oldest(p)).min().unwrap_or(0).min(start);
         let (columns, prefix) = (start + n - first, start - first);
@@ -61,7 +46,7 @@ impl LayerMask {
             line[..hidden].fill(f32::NEG_INFINITY);
             masked |= hidden > 0;
             for (other, value) in line[prefix..].iter_mut().enumerate() {
-                if !visibility.sees(row, other) || (positions[other] as usize) < oldest {
+                if !sees(row, other) || (positions[other] as usize) < oldest {
                     *value = f32::NEG_INFINITY;
                     masked = true;
                 }
@@ -92,10 +77,11 @@ pub(crate) fn attend(
     let stacked = (q.to_dtype(DType::F32)? * scale)?.reshape((kv_heads, group * n, head_dim))?;
     let mut scores = stacked.matmul(&k.to_dtype(DType::F32)?.t()?)?;
     if let Some(bias) = bias {
-        scores = scores
-            .reshape((kv_heads, group, n, rows))?
-            .broadcast_add(bias)?
-            .reshape((kv_heads, group * n, rows))?;
+        scores = scores.reshape((kv_heads, group, n, rows))?.broadcast_add(bias)?.reshape((
+            kv_heads,
+            group * n,
+            rows,
+        ))?;
     }
     let weights = candle_nn::ops::softmax_last_dim(&scores)?;
     let mixed = weights.matmul(&v.to_dtype(DType::F32)?)?;

@@ -90,6 +90,19 @@ impl KvCache {
         Ok(())
     }
 
+    /// Commits the next `rows` rows as a forward pass wrote them.
+    ///
+    /// # Errors
+    /// That many rows have never been written.
+    pub fn extend(&mut self, rows: usize) -> Result<()> {
+        let room = self.capacity() - self.len;
+        if rows > room {
+            return Err(Error::argument("rows", rows, format!("at most {room} written rows")));
+        }
+        self.len += rows;
+        Ok(())
+    }
+
     /// Keeps the rows `base + slots[i]` as rows `base + i`, and commits `base + slots.len()` rows.
     ///
     /// `slots` are the accepted slots of a verified tree, root first; they rise strictly, so every
@@ -101,7 +114,11 @@ impl KvCache {
     /// `0..base` intact and the length unmoved.
     pub fn commit(&mut self, base: usize, slots: &[u32]) -> Result<()> {
         if base != self.len {
-            return Err(Error::argument("base", base, format!("the committed length {}", self.len)));
+            return Err(Error::argument(
+                "base",
+                base,
+                format!("the committed length {}", self.len),
+            ));
         }
         if slots.windows(2).any(|pair| pair[0] >= pair[1]) {
             return Err(Error::argument("slots", format!("{slots:?}"), "strictly rising slots"));

@@ -137,7 +137,9 @@ impl DecoderConfig {
             Some(found) => {
                 let (architecture, _, expected) = Architecture::ALL
                     .into_iter()
-                    .find(|(_, name, _)| found.as_array().is_some_and(|list| list.len() == 1 && list[0] == *name))
+                    .find(|(_, name, _)| {
+                        found.as_array().is_some_and(|list| list.len() == 1 && list[0] == *name)
+                    })
                     .ok_or_else(|| {
                         Error::config(
                             "architectures",
@@ -181,7 +183,9 @@ impl DecoderConfig {
                 return Err(Error::config(
                     "head_dim",
                     "nothing",
-                    format!("a value, as hidden_size {hidden_size} / {num_heads} heads is not whole"),
+                    format!(
+                        "a value, as hidden_size {hidden_size} / {num_heads} heads is not whole"
+                    ),
                 ));
             }
         };
@@ -235,28 +239,39 @@ fn layer_windows(
     };
     let window = || match declared {
         Some(window) if slides => Ok(Some(window)),
-        Some(_) => Err(Error::config("use_sliding_window", false, "true, as there are sliding layers")),
-        None => Err(Error::config("sliding_window", "null", "a window, as there are sliding layers")),
+        Some(_) => {
+            Err(Error::config("use_sliding_window", false, "true, as there are sliding layers"))
+        }
+        None => {
+            Err(Error::config("sliding_window", "null", "a window, as there are sliding layers"))
+        }
     };
     match fields.value("layer_types") {
         None if slides => {
             let first = fields.opt_usize("max_window_layers")?.ok_or_else(|| {
-                Error::config("max_window_layers", "nothing", "the first sliding layer, or layer_types")
+                Error::config(
+                    "max_window_layers",
+                    "nothing",
+                    "the first sliding layer, or layer_types",
+                )
             })?;
             (0..num_layers).map(|layer| if layer < first { Ok(None) } else { window() }).collect()
         }
         None => Ok(vec![None; num_layers]),
         Some(found) => {
-            let types = found
-                .as_array()
-                .filter(|types| types.len() == num_layers)
-                .ok_or_else(|| Error::config("layer_types", found, format!("{num_layers} entries")))?;
+            let types =
+                found.as_array().filter(|types| types.len() == num_layers).ok_or_else(|| {
+                    Error::config("layer_types", found, format!("{num_layers} entries"))
+                })?;
             let layer = |(index, found): (usize, &Value)| match found.as_str() {
                 Some("full_attention") => Ok(None),
                 Some("sliding_attention") if may_slide => window(),
                 _ => {
-                    let accepted =
-                        if may_slide { "full_attention, sliding_attention" } else { "full_attention" };
+                    let accepted = if may_slide {
+                        "full_attention, sliding_attention"
+                    } else {
+                        "full_attention"
+                    };
                     Err(Error::config(format!("layer_types[{index}]"), found, accepted))
                 }
             };
@@ -296,11 +311,11 @@ fn rope_config(
     if theta <= 1.0 {
         return Err(Error::config("rope_theta", theta, "a number above 1"));
     }
-    let part = match (rope.opt_f64("partial_rotary_factor")?, fields.opt_f64("partial_rotary_factor")?)
-    {
-        (Some(part), _) | (None, Some(part)) => part,
-        (None, None) => 1.0,
-    };
+    let part =
+        match (rope.opt_f64("partial_rotary_factor")?, fields.opt_f64("partial_rotary_factor")?) {
+            (Some(part), _) | (None, Some(part)) => part,
+            (None, None) => 1.0,
+        };
     let rotary_dim = (head_dim as f64 * part) as usize;
     if !(part > 0.0 && part <= 1.0) || rotary_dim == 0 || rotary_dim % 2 != 0 {
         return Err(Error::config(
@@ -315,7 +330,9 @@ fn rope_config(
             return Err(Error::config(rope.name("type"), quoted(old), "the same as rope_type"));
         }
         (Some(kind), _) | (None, Some(kind)) => kind,
-        (None, None) if rope.map.keys().all(|key| COMMON_ROPE_KEYS.contains(&key.as_str())) => "default",
+        (None, None) if rope.map.keys().all(|key| COMMON_ROPE_KEYS.contains(&key.as_str())) => {
+            "default"
+        }
         (None, None) => {
             return Err(Error::config(rope.name("rope_type"), "nothing", ROPE_TYPES));
         }
@@ -345,8 +362,12 @@ fn rope_config(
                 high_freq_factor,
                 original_max_position: rope.positive("original_max_position_embeddings")?,
             };
-            let keys =
-                &["factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"];
+            let keys = &[
+                "factor",
+                "low_freq_factor",
+                "high_freq_factor",
+                "original_max_position_embeddings",
+            ];
             (scaling, keys)
         }
         "yarn" => {
@@ -368,9 +389,8 @@ fn rope_config(
         }
         other => return Err(Error::config(rope.name("rope_type"), quoted(other), ROPE_TYPES)),
     };
-    let unknown = |key: &&String| {
-        !COMMON_ROPE_KEYS.contains(&key.as_str()) && !keys.contains(&key.as_str())
-    };
+    let unknown =
+        |key: &&String| !COMMON_ROPE_KEYS.contains(&key.as_str()) && !keys.contains(&key.as_str());
     if let Some(key) = rope.map.keys().find(unknown) {
         return Err(Error::config(
             rope.name(key),

@@ -5,17 +5,18 @@ use std::path::Path;
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::{Module, RmsNorm};
 
-use super::attention::{LayerMask, Visibility};
+use super::attention::LayerMask;
 use super::layers::{self, AttentionParts, Embedding, Heads, LmHead, Mlp, SelfAttention};
 use super::rope::RopeTable;
 use super::{DecoderConfig, Error, Gguf, KvCache, Result, Rounding, Weights};
+use crate::AncestorMask;
 
 /// A Llama, Qwen2 or Qwen3 model.
 ///
 /// Weights are immutable and shared by clones; what a sequence accumulates is in a [`KvCache`] of its
 /// own, made by [`new_cache`](Self::new_cache).
 #[derive(Debug, Clone)]
-pub struct Decoder {
+pub struct DecoderModel {
     config: DecoderConfig,
     embed_tokens: Embedding,
     layers: Vec<Layer>,
@@ -45,7 +46,7 @@ pub struct Forward<'a> {
     /// of an uncommitted pass are to stay visible.
     pub start: usize,
     /// Which new rows see each other; nothing means that each sees itself and all before it.
-    pub mask: Option<(&'a [u64], usize)>,
+    pub mask: Option<&'a AncestorMask>,
     /// The rows whose logits are wanted.
     pub want: Want<'a>,
     /// Layers (0-based) whose output is captured: the residual stream after the layer, which
@@ -76,7 +77,7 @@ pub struct Output {
     pub taps: Option<Tensor>,
 }
 
-impl Decoder {
+impl DecoderModel {
     /// Loads a checkpoint folder (`config.json` and safetensors) or a `.gguf` file (dequantised, and
     /// rounded to bf16 as a converted checkpoint would be).
     ///
@@ -215,17 +216,13 @@ impl Decoder {
     pub fn forward(&self, cache: &mut KvCache, pass: &Forward<'_>) -> Result<Output> {
         self.check(cache, pass)?;
         let n = pass.tokens.len();
-        let visibility = match pass.mask {
-            None => Visibility::Causal,
-            Some((rows, words_per_row)) => Visibility::Ancestors { rows, words_per_row },
-        };
         cache.reserve(pass.start + n)?;
         let rotation = self.rope.at(pass.positions)?;
         let mut masks: Vec<(Option<usize>, LayerMask)> = Vec::new();
         for &window in &self.config.layer_windows {
             if masks.iter().all(|(known, _)| *known != window) {
                 let mask =
-                    LayerMask::new(pass.start, pass.positions, visibility, window, &self.device)?;
+                    LayerMask::new(pass.start, pass.positions, pass.mask, window, &self.device)?;
                 masks.push((window, mask));
             }
         }
@@ -252,7 +249,8 @@ impl Decoder {
         }
 
         let captured: Vec<Tensor> = captured.into_iter().flatten().collect();
-        let taps = if captured.is_empty() { None } else { Some(Tensor::cat(&captured, D::Minus1)?) };
+        let taps =
+            if captured.is_empty() { None } else { Some(Tensor::cat(&captured, D::Minus1)?) };
         let wanted = match pass.want {
             Want::Nothing => None,
             Want::Last => Some(x.narrow(0, n - 1, 1)?),
@@ -297,14 +295,11 @@ impl Decoder {
                 format!("a cache of this decoder, {} layers", self.layers.len()),
             ));
         }
-        if let Some((rows, words_per_row)) = pass.mask
-            && (words_per_row < n.div_ceil(64) || rows.len() < n * words_per_row)
+        if let Some(mask) = pass.mask
+            && mask.slots() != n
         {
-            return Err(Error::argument(
-                "mask",
-                format!("{} words, {words_per_row} per row", rows.len()),
-                format!("{n} rows of at least {} words", n.div_ceil(64)),
-            ));
+            let found = format!("{} slots", mask.slots());
+            return Err(Error::argument("mask", found, format!("{n}, one per token")));
         }
         if let Want::Rows(rows) = pass.want
             && (rows.is_empty() || rows.iter().any(|&row| row as usize >= n))

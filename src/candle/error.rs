@@ -13,6 +13,10 @@ pub enum Error {
     #[error(transparent)]
     Candle(#[from] candle_core::Error),
 
+    /// The core refused what the backend handed to it.
+    #[error(transparent)]
+    Core(#[from] crate::Error),
+
     /// A file could not be read.
     #[error("{}: {source}", path.display())]
     Io {

@@ -75,7 +75,11 @@ impl Gguf {
         };
         let declared = self.positive("embedding_length")?;
         if declared != hidden_size {
-            return Err(Error::config(self.key("embedding_length"), declared, hidden_size.to_string()));
+            return Err(Error::config(
+                self.key("embedding_length"),
+                declared,
+                hidden_size.to_string(),
+            ));
         }
         let num_heads = self.positive("attention.head_count")?;
         let num_kv_heads = self.opt_positive("attention.head_count_kv")?.unwrap_or(num_heads);
@@ -89,7 +93,9 @@ impl Gguf {
         let head_dim = match self.opt_positive("attention.key_length")? {
             Some(head_dim) => head_dim,
             None if hidden_size % num_heads == 0 => hidden_size / num_heads,
-            None => return Err(Error::config(self.key("attention.key_length"), "nothing", "a value")),
+            None => {
+                return Err(Error::config(self.key("attention.key_length"), "nothing", "a value"));
+            }
         };
         let value_dim = self.opt_positive("attention.value_length")?.unwrap_or(head_dim);
         if value_dim != head_dim {
@@ -117,9 +123,10 @@ impl Gguf {
         let has = |name: &str| self.content.tensor_infos.contains_key(name);
         let token = |key: &str| match self.content.metadata.get(key) {
             None => Ok(None),
-            Some(value) => value.to_u32().map(Some).map_err(|_| {
-                Error::config(key, format!("{value:?}"), "a token id")
-            }),
+            Some(value) => value
+                .to_u32()
+                .map(Some)
+                .map_err(|_| Error::config(key, format!("{value:?}"), "a token id")),
         };
         let mut eos_token_ids: Vec<u32> = Vec::new();
         for key in ["tokenizer.ggml.eos_token_id", "tokenizer.ggml.eot_token_id"] {
@@ -152,7 +159,12 @@ impl Gguf {
     ///
     /// # Errors
     /// A `dtype` the backend does not compute in; tensors whose heads cannot be told apart.
-    pub fn into_weights(self, dtype: DType, device: &Device, rounding: Rounding) -> Result<Weights> {
+    pub fn into_weights(
+        self,
+        dtype: DType,
+        device: &Device,
+        rounding: Rounding,
+    ) -> Result<Weights> {
         let heads = self.positive("attention.head_count")?;
         let kv_heads = self.opt_positive("attention.head_count_kv")?.unwrap_or(heads);
         let mut names = BTreeMap::new();
@@ -221,7 +233,11 @@ impl Gguf {
             (other, divisors) => {
                 let with = if divisors.is_some() { " with rope_freqs.weight" } else { "" };
                 let found = format!("{other:?}{with}");
-                return Err(Error::config(field, found, "none (with or without rope_freqs.weight), linear, yarn"));
+                return Err(Error::config(
+                    field,
+                    found,
+                    "none (with or without rope_freqs.weight), linear, yarn",
+                ));
             }
         })
     }
@@ -267,7 +283,9 @@ impl Gguf {
             None => return Ok(None),
             Some(Value::F32(number)) => f64::from(*number),
             Some(Value::F64(number)) => *number,
-            Some(other) => return Err(Error::config(key, format!("{other:?}"), "a positive number")),
+            Some(other) => {
+                return Err(Error::config(key, format!("{other:?}"), "a positive number"));
+            }
         };
         if number > 0.0 && number.is_finite() {
             Ok(Some(number))

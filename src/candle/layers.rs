@@ -210,7 +210,8 @@ impl SelfAttention {
             (&*name("v_proj"), kv_size),
         ];
         let qkv = fused_linear(weights, &stack, hidden_size, parts.qkv_bias)?;
-        let o = linear(weights, &name("o_proj"), (num_heads * head_dim, hidden_size), parts.o_bias)?;
+        let o =
+            linear(weights, &name("o_proj"), (num_heads * head_dim, hidden_size), parts.o_bias)?;
         let dtype = weights.dtype();
         let qk_norm = match parts.qk_norm {
             None => None,

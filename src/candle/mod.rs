@@ -8,13 +8,15 @@ mod error;
 mod gguf;
 mod layers;
 mod rope;
+mod target;
 mod weights;
 
 pub use cache::KvCache;
 pub use config::{Architecture, DecoderConfig};
-pub use decoder::{Decoder, Forward, Output, Want};
+pub use decoder::{DecoderModel, Forward, Output, Want};
 pub use error::{Error, Result};
 pub use gguf::{Gguf, Rounding};
 pub use layers::{Embedding, LmHead};
 pub use rope::{RopeConfig, RopeScaling};
+pub use target::{CandleTarget, Taps};
 pub use weights::Weights;

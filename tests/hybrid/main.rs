@@ -1,0 +1,4 @@
+//! Recurrent (hybrid) targets verify trees exactly.
+
+mod common;
+mod golden;

@@ -6,6 +6,7 @@ mod config;
 mod decoder;
 mod delta_net;
 mod delta_rule;
+pub mod dflash;
 mod error;
 mod gated_attention;
 mod gguf;

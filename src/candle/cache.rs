@@ -271,7 +271,7 @@ impl KvCache {
 
     fn capacity(&self) -> usize {
         let buffers = self.layers.iter().flat_map(|l| [&l.keys, &l.values]);
-        buffers.map(|buffer| buffer.dims()[1]).min().unwrap_or(0)
+        buffers.map(|buffer| buffer.dims()[1]).min().unwrap_or(self.max_len)
     }
 
     /// Makes room for `rows` rows.

@@ -629,10 +629,6 @@ impl<'a> Fields<'a> {
         Ok(self.opt_bool(key)?.unwrap_or(default))
     }
 
-    pub(crate) fn opt_bool(&self, key: &str) -> Result<Option<bool>> {
-        self.typed(key, "true or false", Value::as_bool)
-    }
-
     pub(crate) fn opt_usizes(&self, key: &str) -> Result<Option<Vec<usize>>> {
         self.typed(key, "a list of whole numbers", |v| {
             v.as_array()?.iter().map(|v| usize::try_from(v.as_u64()?).ok()).collect()

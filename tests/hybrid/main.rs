@@ -2,3 +2,5 @@
 
 mod common;
 mod golden;
+mod oracle;
+mod rounds;

@@ -320,8 +320,7 @@ fn smollm2_continues_as_the_reference_did() {
     let var = |name: &str| std::env::var(name).unwrap_or_else(|_| panic!("{name} is not set"));
     let golden = std::fs::read_to_string(var("DDTREE_SMOLLM2_GOLDENS")).unwrap();
     let golden: serde_json::Value = serde_json::from_str(&golden).unwrap();
-    let model =
-        DecoderModel::load(var("DDTREE_SMOLLM2_GGUF"), DType::F32, &Device::Cpu).unwrap();
+    let model = DecoderModel::load(var("DDTREE_SMOLLM2_GGUF"), DType::F32, &Device::Cpu).unwrap();
     assert_eq!(model.config().eos_token_ids, [2]);
     assert_eq!(super::target::check_autoregressive(&model, &golden), 4);
 }

@@ -33,23 +33,35 @@ pub fn relative_difference(found: &[f32], expected: &[f32]) -> f32 {
 
 /// Everything a cache has committed, layer by layer.
 pub fn committed(cache: &KvCache) -> Vec<Vec<f32>> {
-    let mut all = Vec::new();
+    let mut all = states(cache);
     for layer in 0..cache.num_layers() {
         all.push(values(&cache.keys(layer).unwrap()));
         all.push(values(&cache.values(layer).unwrap()));
     }
-    for layer in 0..cache.num_recurrent_layers() {
-        all.push(values(&cache.recurrent_state(layer).unwrap()));
-        all.push(values(&cache.conv_window(layer).unwrap()));
-    }
     all
+}
+
+/// What recurrent layers have committed.
+pub fn states(cache: &KvCache) -> Vec<Vec<f32>> {
+    let layers = 0..cache.num_recurrent_layers();
+    let state = |layer| [cache.recurrent_state(layer).unwrap(), cache.conv_window(layer).unwrap()];
+    layers.flat_map(state).map(|tensor| values(&tensor)).collect()
 }
 
 /// The greatest relative difference between what two caches have committed.
 pub fn cache_difference(found: &KvCache, expected: &KvCache) -> f32 {
     assert_eq!(found.len(), expected.len());
-    let pairs = committed(found).into_iter().zip(committed(expected));
-    pairs.map(|(a, b)| relative_difference(&a, &b)).fold(0.0, f32::max)
+    greatest(committed(found), committed(expected))
+}
+
+/// The same of recurrent layers only.
+pub fn state_difference(found: &KvCache, expected: &KvCache) -> f32 {
+    greatest(states(found), states(expected))
+}
+
+fn greatest(found: Vec<Vec<f32>>, expected: Vec<Vec<f32>>) -> f32 {
+    let pairs = found.iter().zip(&expected);
+    pairs.map(|(a, b)| relative_difference(a, b)).fold(0.0, f32::max)
 }
 
 /// Sizes of a random model.

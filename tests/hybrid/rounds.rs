@@ -7,7 +7,9 @@ use ddtree::{
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-use crate::common::{METHODS, Shape, cache_difference, committed, random_model, tiny};
+use crate::common::{
+    METHODS, Shape, cache_difference, committed, random_model, state_difference, tiny,
+};
 
 const VOCAB: u32 = 40;
 const SMALL: Shape = Shape {
@@ -138,11 +140,9 @@ fn states_do_not_drift_over_2000_rounds() {
             if round % 400 == 398 || round == 1999 {
                 fresh.reset(0).unwrap();
                 prefill(&mut fresh, 0, text);
-                let difference = cache_difference(target.cache(), fresh.cache());
-                for (a, b) in committed(target.cache()).iter().zip(committed(fresh.cache())) {
-                    eprint!("{:.1e} ", crate::common::relative_difference(a, &b));
-                }
-                eprintln!("{method:?} {round} {difference} {}", text.len());
+                // Over so many rows the keys and values have outliers of their own.
+                let difference = state_difference(target.cache(), fresh.cache());
+                assert!(difference < 1e-5, "{method:?}, round {round}: {difference}");
                 checked += 1;
             }
         });

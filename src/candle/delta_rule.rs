@@ -239,3 +239,177 @@ pub(crate) fn replay(shape: &DeltaNetConfig, factors: &Factors, path: &[u32], st
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use rand::{Rng, SeedableRng, rngs::StdRng};
+
+    use super::*;
+
+    fn unit(mut vector: Vec<f32>) -> Vec<f32> {
+        let length = dot(&vector, &vector).sqrt();
+        vector.iter_mut().for_each(|x| *x /= length);
+        vector
+    }
+
+    fn random_shape(rng: &mut StdRng) -> DeltaNetConfig {
+        let key_heads = rng.random_range(1..=3);
+        DeltaNetConfig {
+            key_heads,
+            value_heads: key_heads * rng.random_range(1..=3),
+            key_dim: rng.random_range(1..=17),
+            value_dim: rng.random_range(1..=17),
+            conv_kernel: 4,
+        }
+    }
+
+    fn random_rows(rng: &mut StdRng, shape: &DeltaNetConfig, n: usize) -> Rows {
+        let mut vectors = |count: usize, len: usize| -> Vec<f32> {
+            let vector = |_| unit((0..len).map(|_| rng.random_range(-1f32..1.0)).collect());
+            (0..count).flat_map(vector).collect()
+        };
+        Rows {
+            q: vectors(n * shape.key_heads, shape.key_dim),
+            k: vectors(n * shape.key_heads, shape.key_dim),
+            v: vectors(n * shape.value_heads, shape.value_dim),
+            decay: (0..n * shape.value_heads).map(|_| rng.random_range(0.01..=1.0)).collect(),
+            beta: (0..n * shape.value_heads).map(|_| rng.random_range(0.0..1.0)).collect(),
+        }
+    }
+
+    fn random_state(rng: &mut StdRng, shape: &DeltaNetConfig) -> Vec<f32> {
+        (0..shape.state_len()).map(|_| rng.random_range(-1f32..1.0)).collect()
+    }
+
+    fn random_parents(rng: &mut StdRng, n: usize) -> Vec<i32> {
+        (0..n as i32).map(|row| if row == 0 { -1 } else { rng.random_range(0..row) }).collect()
+    }
+
+    /// The recurrence as it is written down, in f64, over the rows of one path. Gives the state and
+    /// the output of the last row.
+    fn naive(
+        shape: &DeltaNetConfig,
+        rows: &Rows,
+        path: &[u32],
+        state: &[f32],
+    ) -> (Vec<f64>, Vec<f64>) {
+        let (keys, values) = (shape.key_dim, shape.value_dim);
+        let mut state: Vec<f64> = state.iter().map(|&x| f64::from(x)).collect();
+        let mut output = vec![0.0; shape.value_size()];
+        for &row in path {
+            for head in 0..shape.value_heads {
+                let Row { q, k, v, decay, beta } = rows.row(shape, row as usize, head);
+                let state = &mut state[head * keys * values..][..keys * values];
+                state.iter_mut().for_each(|s| *s *= f64::from(decay));
+                for c in 0..values {
+                    let read = |s: &[f64], x: &[f32]| -> f64 {
+                        (0..keys).map(|r| s[r * values + c] * f64::from(x[r])).sum()
+                    };
+                    let u = f64::from(beta) * (f64::from(v[c]) - read(state, k));
+                    for r in 0..keys {
+                        state[r * values + c] += f64::from(k[r]) * u;
+                    }
+                    output[head * values + c] = read(state, q);
+                }
+            }
+        }
+        (state, output)
+    }
+
+    fn path(parents: &[i32], row: usize) -> Vec<u32> {
+        let mut path = vec![row as u32];
+        while let Ok(parent) = u32::try_from(parents[path[0] as usize]) {
+            path.insert(0, parent);
+        }
+        path
+    }
+
+    #[track_caller]
+    fn close(found: &[f32], expected: &[f64], tolerance: f64) {
+        assert_eq!(found.len(), expected.len());
+        for (found, expected) in found.iter().zip(expected) {
+            assert!((f64::from(*found) - expected).abs() < tolerance, "{found} {expected}");
+        }
+    }
+
+    #[test]
+    fn both_methods_equal_the_naive_recurrence_over_every_path() {
+        let mut rng = StdRng::seed_from_u64(1);
+        // Memory is reused from larger and smaller trees.
+        let (mut states, mut factors) = (Vec::new(), Factors::default());
+        for n in [1, 2, 20, 7, 33] {
+            let shape = random_shape(&mut rng);
+            let rows = random_rows(&mut rng, &shape, n);
+            let parents = random_parents(&mut rng, n);
+            let state = random_state(&mut rng, &shape);
+            let by_state = run_states(&shape, &rows, &parents, &state, &mut states);
+            let by_factor = run_factors(&shape, &rows, &parents, &state, &mut factors);
+            for row in 0..n {
+                let path = path(&parents, row);
+                let (expected_state, expected) = naive(&shape, &rows, &path, &state);
+                close(vector(&by_state, row, shape.value_size()), &expected, 1e-5);
+                close(vector(&by_factor, row, shape.value_size()), &expected, 1e-5);
+                close(vector(&states, row, shape.state_len()), &expected_state, 1e-5);
+                let mut rebuilt = state.clone();
+                replay(&shape, &factors, &path, &mut rebuilt);
+                close(&rebuilt, &expected_state, 1e-5);
+            }
+        }
+    }
+
+    #[test]
+    fn a_state_of_a_tree_is_that_of_its_path_run_alone_to_the_bit() {
+        let mut rng = StdRng::seed_from_u64(2);
+        let shape = random_shape(&mut rng);
+        let rows = random_rows(&mut rng, &shape, 20);
+        let parents = random_parents(&mut rng, 20);
+        let state = random_state(&mut rng, &shape);
+        let mut states = Vec::new();
+        let outputs = run_states(&shape, &rows, &parents, &state, &mut states);
+        for row in 0..20 {
+            let mut alone = Rows::default();
+            for row in path(&parents, row) {
+                let row = row as usize;
+                let keys = shape.key_heads * shape.key_dim;
+                alone.q.extend_from_slice(vector(&rows.q, row, keys));
+                alone.k.extend_from_slice(vector(&rows.k, row, keys));
+                alone.v.extend_from_slice(vector(&rows.v, row, shape.value_size()));
+                alone.decay.extend_from_slice(vector(&rows.decay, row, shape.value_heads));
+                alone.beta.extend_from_slice(vector(&rows.beta, row, shape.value_heads));
+            }
+            let mut ran = state.clone();
+            let output = run(&shape, &alone, &mut ran);
+            assert_eq!(ran, vector(&states, row, shape.state_len()));
+            let last = &output[output.len() - shape.value_size()..];
+            assert_eq!(last, vector(&outputs, row, shape.value_size()));
+        }
+    }
+
+    /// Equal keys, full write strength, no decay: nothing damps an error on its way down.
+    #[test]
+    fn the_solve_stays_accurate_on_long_paths_of_equal_keys() {
+        let mut rng = StdRng::seed_from_u64(3);
+        let shape = DeltaNetConfig {
+            key_heads: 1,
+            value_heads: 1,
+            key_dim: 8,
+            value_dim: 4,
+            conv_kernel: 4,
+        };
+        let n = 256;
+        let mut rows = random_rows(&mut rng, &shape, n);
+        let key = rows.k[..8].to_vec();
+        rows.k = key.repeat(n);
+        rows.decay.fill(1.0);
+        rows.beta.fill(1.0);
+        let parents: Vec<i32> = (-1..n as i32 - 1).collect();
+        let (state, mut factors) = (random_state(&mut rng, &shape), Factors::default());
+        let outputs = run_factors(&shape, &rows, &parents, &state, &mut factors);
+        let path = path(&parents, n - 1);
+        let (expected_state, expected) = naive(&shape, &rows, &path, &state);
+        close(vector(&outputs, n - 1, 4), &expected, 1e-4);
+        let mut rebuilt = state;
+        replay(&shape, &factors, &path, &mut rebuilt);
+        close(&rebuilt, &expected_state, 1e-4);
+    }
+}

@@ -458,7 +458,7 @@ fn rope_config(
             (None, None) => default_part,
         };
     let rotary_dim = (head_dim as f64 * part) as usize;
-    if !(part > 0.0 && part <= 1.0) || rotary_dim == 0 || rotary_dim % 2 != 0 {
+    if !(part > 0.0 && part <= 1.0) || rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
         return Err(Error::config(
             "partial_rotary_factor",
             part,

@@ -120,6 +120,7 @@ impl Bench {
             positions: &positions,
             start: 0,
             mask: None,
+            tree: None,
             want: Want::Last,
             taps: &[],
         };

@@ -41,8 +41,8 @@ struct Args {
     #[arg(long, default_value_t = 3)]
     accepted: usize,
 
-    /// Measure the CPU time of the thread instead of the clock's, for a machine that is busy (Linux
-    /// only; set RAYON_NUM_THREADS=1)
+    /// Print means of the thread's CPU time instead of medians of the clock's, for a machine that is
+    /// busy (Linux only; set RAYON_NUM_THREADS=1)
     #[arg(long)]
     cpu_time: bool,
 }
@@ -56,6 +56,15 @@ impl Args {
         let times = std::fs::read_to_string("/proc/thread-self/schedstat")?;
         let running = times.split(' ').next().context("no time in schedstat")?;
         Ok(running.parse::<f64>()? / 1e6)
+    }
+
+    /// CPU time is only counted up now and then, which evens out in the mean.
+    fn middle(&self, mut times: Vec<f64>) -> f64 {
+        if self.cpu_time {
+            return times.iter().sum::<f64>() / times.len() as f64;
+        }
+        times.sort_by(f64::total_cmp);
+        times.get(times.len() / 2).copied().unwrap_or(f64::NAN)
     }
 }
 
@@ -113,19 +122,14 @@ fn measure(name: &str, model: &DecoderModel, budget: usize, args: &Args) -> Resu
         let mib = |bytes: usize| bytes as f64 / f64::from(1 << 20);
         println!(
             "| {name} | {budget} | {method} | {:.2} | {:.2} | {:.2} | {:.2} | {:.2} |",
-            median(verify),
-            median(commit),
-            median(rounds),
+            args.middle(verify),
+            args.middle(commit),
+            args.middle(rounds),
             mib(states),
             mib(kept),
         );
     }
     Ok(())
-}
-
-fn median(mut values: Vec<f64>) -> f64 {
-    values.sort_by(f64::total_cmp);
-    values.get(values.len() / 2).copied().unwrap_or(f64::NAN)
 }
 
 /// A tree as a drafter would have it that is fairly sure of itself.
@@ -182,9 +186,8 @@ fn random_model() -> Result<DecoderModel> {
     add("model.embed_tokens.weight".to_owned(), &[config.vocab_size, hidden])?;
     add("model.norm.weight".to_owned(), &[hidden])?;
     for layer in 0..config.num_layers() {
-        let mut add = |name: &str, dims: &[usize]| {
-            add(format!("model.layers.{layer}.{name}.weight"), dims)
-        };
+        let mut add =
+            |name: &str, dims: &[usize]| add(format!("model.layers.{layer}.{name}.weight"), dims);
         add("input_layernorm", &[hidden])?;
         add("post_attention_layernorm", &[hidden])?;
         add("mlp.gate_proj", &[mlp, hidden])?;

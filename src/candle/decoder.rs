@@ -267,24 +267,25 @@ impl DecoderModel {
         }
         let rotation = self.rope.at(pass.positions)?;
         let mut masks: Vec<(Option<usize>, LayerMask)> = Vec::new();
-        for &window in &self.config.layer_windows {
-            if masks.iter().all(|(known, _)| *known != window) {
-                let mask =
-                    LayerMask::new(pass.start, pass.positions, pass.mask, window, &self.device)?;
-                masks.push((window, mask));
-            }
-        }
-
         let mut x = self.embed_tokens.forward(pass.tokens)?;
         x = x.to_dtype(layers::residual_dtype(self.dtype))?;
         let mut captured: Vec<Option<Tensor>> = vec![None; pass.taps.len()];
-        let mut attention_layers = 0..;
-        let mut recurrent_layers = 0..;
-        for (index, (layer, window)) in
+        // Caches count the layers of their kind.
+        let (mut attention_layers, mut recurrent_layers) = (0.., 0..);
+        for (index, (layer, &window)) in
             self.layers.iter().zip(&self.config.layer_windows).enumerate()
         {
-            let mask = masks.iter().find(|(known, _)| known == window).map(|(_, mask)| mask);
-            let Some(mask) = mask else { unreachable!("every window has a mask") };
+            let known = masks.iter().position(|(known, _)| *known == window);
+            let known = match known {
+                Some(known) => known,
+                None => {
+                    let (positions, mask) = (pass.positions, pass.mask);
+                    let mask = LayerMask::new(pass.start, positions, mask, window, &self.device)?;
+                    masks.push((window, mask));
+                    masks.len() - 1
+                }
+            };
+            let mask = &masks[known].1;
             let normed = self.normalise(&layer.input_norm, &x)?;
             let mixed = match &layer.mixer {
                 Mixer::Attention(attention) => {

@@ -217,9 +217,7 @@ fn scaling_keys_are_read() {
         }
         let file = file();
         write(&file.path, &config, &metadata, &tensors, GgmlDType::F32);
-        let found =
-            Gguf::open(&file.path).unwrap().config().map(|c| (c.rope.scaling, c.max_positions));
-        found
+        Gguf::open(&file.path).unwrap().config().map(|c| (c.rope.scaling, c.max_positions))
     };
     let kind = |name: &str| ("type", Meta::String(name.to_owned()));
     let factor = || ("factor", Meta::F32(4.0));

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 use ddtree::candle::DecoderConfig;
 
 type Rows = Vec<Vec<f64>>;
@@ -18,14 +18,17 @@ pub fn logits(
     sees: impl Fn(usize, usize) -> bool,
     rotation: impl Fn(u32) -> (Vec<f64>, f64),
 ) -> Vec<Vec<f32>> {
-    let matrix = |name: &str| -> Rows {
-        let rows: Vec<Vec<f32>> = tensors[name].to_vec2().unwrap();
-        rows.into_iter().map(|row| row.into_iter().map(f64::from).collect()).collect()
-    };
-    let vector = |name: &str| -> Option<Vec<f64>> {
-        let tensor = tensors.get(name)?;
-        Some(tensor.to_vec1::<f32>().unwrap().into_iter().map(f64::from).collect())
-    };
+    // A vector counts as a matrix of one row.
+    let tensors: HashMap<&str, Rows> = tensors
+        .iter()
+        .map(|(name, tensor)| {
+            let tensor =
+                if tensor.rank() == 1 { tensor.unsqueeze(0).unwrap() } else { tensor.clone() };
+            (name.as_str(), tensor.to_dtype(DType::F64).unwrap().to_vec2().unwrap())
+        })
+        .collect();
+    let matrix = |name: &str| &tensors[name];
+    let vector = |name: &str| tensors.get(name).map(|rows| &rows[0]);
     let linear = |name: &str, x: &[f64]| -> Vec<f64> {
         let mut out: Vec<f64> =
             matrix(&format!("{name}.weight")).iter().map(|w| dot(w, x)).collect();
@@ -78,11 +81,11 @@ pub fn logits(
                 })
                 .collect();
             let mut mixed = Vec::new();
-            for head in 0..config.num_heads {
+            for (head, query) in queries[row].iter().enumerate() {
                 let kv = head / (config.num_heads / config.num_kv_heads);
                 let scores: Vec<f64> = visible
                     .iter()
-                    .map(|&o| dot(&queries[row][head], &keys[o][kv]) / (dim as f64).sqrt())
+                    .map(|&o| dot(query, &keys[o][kv]) / (dim as f64).sqrt())
                     .collect();
                 let max = scores.iter().copied().fold(f64::NEG_INFINITY, f64::max);
                 let total: f64 = scores.iter().map(|s| (s - max).exp()).sum();

@@ -92,19 +92,21 @@ fn a_prompt_of_many_chunks_equals_one_pass() {
     assert_close(&contents(target.cache()), &contents(&cache), 1e-4, "cache");
 }
 
-/// A model whose layer `i` outputs the constant `i` in every channel: only the biases of the
-/// attention output write into a zero stream.
+/// A model whose layer `i` outputs the constant `i` in every channel: only the biases of the attention
+/// output and of the feed-forward output write into a zero stream, one half each.
 fn counting_model() -> DecoderModel {
     let config = config(
         Architecture::Llama,
-        json!({"attention_bias": true, "num_hidden_layers": 5, "tie_word_embeddings": true}),
+        json!({"attention_bias": true, "mlp_bias": true, "num_hidden_layers": 5}),
     );
     let zero = |(name, tensor): (String, Tensor)| {
         let layer: Option<u32> = name
             .strip_prefix("model.layers.")
             .and_then(|rest| rest.split('.').next()?.parse().ok());
         let tensor = match layer {
-            Some(layer) if layer > 0 && name.ends_with("o_proj.bias") => tensor.ones_like(),
+            Some(1..) if name.ends_with("o_proj.bias") || name.ends_with("down_proj.bias") => {
+                tensor.ones_like().and_then(|ones| ones * 0.5)
+            }
             _ if name.contains("norm") => Ok(tensor),
             _ => tensor.zeros_like(),
         };

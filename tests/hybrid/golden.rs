@@ -3,9 +3,10 @@
 use std::collections::HashMap;
 
 use candle_core::{Device, Tensor};
-use ddtree::candle::{CandleTarget, Forward, StateMethod, Want};
+use ddtree::candle::{CandleTarget, Forward, StateMethod, Want, dflash::DFlash};
 use ddtree::{
-    Acceptance, AncestorMask, CommitPlan, DraftTree, Picks, Prefill, Round, Verifier, walk,
+    Acceptance, Algorithm, AncestorMask, CommitPlan, Config, Decoder, DraftTree, Picks, Prefill,
+    Request, Round, Verifier, walk,
 };
 use serde::Deserialize;
 
@@ -88,6 +89,7 @@ fn hidden_states_logits_and_final_states_are_those_of_the_reference() {
 
 #[derive(Deserialize)]
 struct Golden {
+    block_size: usize,
     stop_token: u32,
     max_new_tokens: usize,
     cases: Vec<Case>,
@@ -108,10 +110,14 @@ struct GoldenRound {
     accepted: Vec<u32>,
 }
 
+fn golden() -> Golden {
+    let golden = std::fs::read(path("tests/goldens/decode-tiny-qwen3_5.json")).unwrap();
+    serde_json::from_slice(&golden).unwrap()
+}
+
 #[test]
 fn rounds_of_the_reference_are_accepted_slot_by_slot() {
-    let golden = std::fs::read(path("tests/goldens/decode-tiny-qwen3_5.json")).unwrap();
-    let golden: Golden = serde_json::from_slice(&golden).unwrap();
+    let golden = golden();
     let model = tiny();
     for method in METHODS {
         let mut target = CandleTarget::new(model.clone(), 256, &[]).unwrap().state_method(method);
@@ -127,6 +133,44 @@ fn rounds_of_the_reference_are_accepted_slot_by_slot() {
             }
             let plain = plain(&mut target, &case.prompt_ids, case.autoregressive.len());
             assert_eq!(plain, case.autoregressive, "case {number}, {method:?}");
+        }
+    }
+}
+
+/// The drafter of the pair reads the hybrid target's taps: what it drafts is what the reference
+/// drafted, round by round.
+#[test]
+fn the_drafter_of_the_pair_draws_the_trees_of_the_reference() {
+    let golden = golden();
+    let model = tiny();
+    let drafter = DFlash::load(path("examples/models/tiny-qwen3_5/drafter"), &model).unwrap();
+    assert_eq!(drafter.config().block_size(), golden.block_size);
+    let taps = drafter.config().target_layer_ids().to_vec();
+    let mut pair = (CandleTarget::new(model, 256, &taps).unwrap(), drafter);
+    for (number, case) in golden.cases.iter().enumerate() {
+        for (kind, expected) in &case.rounds {
+            let config = match kind.parse() {
+                Ok(budget) => Config::new(Algorithm::Tree).budget(budget),
+                Err(_) => Config::new(Algorithm::Chain),
+            };
+            let engine = (&mut pair.0, &mut pair.1);
+            let mut decoder = Decoder::new(engine, &config.trace(true)).unwrap();
+            // Past the end of the reference, whose blocks do not shrink towards it.
+            let tokens = golden.max_new_tokens + golden.block_size;
+            decoder.start(&Request::new(&case.prompt_ids).max_new_tokens(tokens)).unwrap();
+            while decoder.session().trace().len() < expected.len() {
+                decoder.step().unwrap().unwrap();
+            }
+            for (round, (found, expected)) in
+                decoder.session().trace().iter().zip(expected).enumerate()
+            {
+                let where_ = format!("case {number}, {kind}, round {round}");
+                assert_eq!(found.tokens[1..], expected.tokens, "{where_}");
+                assert_eq!(found.parents, expected.parents, "{where_}");
+                assert_eq!(found.path, expected.accepted, "{where_}");
+            }
+            let text = decoder.session().generated();
+            assert!(text.starts_with(&case.autoregressive), "case {number}, {kind}");
         }
     }
 }
@@ -166,8 +210,8 @@ fn follow(
 
 /// Decodes without a draft.
 fn plain(target: &mut CandleTarget, prompt: &[u32], tokens: usize) -> Vec<u32> {
-    let mut decoder = ddtree::Decoder::autoregressive(target).unwrap();
-    let request = ddtree::Request::new(prompt).max_new_tokens(tokens);
+    let mut decoder = Decoder::autoregressive(target).unwrap();
+    let request = Request::new(prompt).max_new_tokens(tokens);
     decoder.start(&request).unwrap();
     while decoder.step().unwrap().is_some() {}
     decoder.session().generated().to_vec()

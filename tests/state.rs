@@ -1,7 +1,5 @@
 //! The state plan against a naive twin, and recurrent targets that are built on it.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::cell::Cell;
 use std::convert::Infallible;
 
 use ddtree::{
@@ -93,43 +91,6 @@ fn what_is_no_path_from_the_root_is_refused() {
     plan.accept(&[0, 1]).unwrap();
     plan.set(&tree);
     assert_eq!(plan.source(), None);
-}
-
-thread_local! {
-    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
-}
-
-struct Counting;
-
-// SAFETY: hands everything to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-#[test]
-fn a_plan_with_room_allocates_nothing() {
-    let mut rng = StdRng::seed_from_u64(2);
-    let trees: Vec<DraftTree> = (0..65).map(|nodes| random_tree(&mut rng, nodes)).collect();
-    let mut plan = StatePlan::new(3);
-    plan.reserve(65);
-    let (before, bytes) = (ALLOCATIONS.get(), plan.memory_usage());
-    for tree in &trees {
-        plan.set(tree);
-        plan.accept(&[0]).unwrap();
-    }
-    assert_eq!(ALLOCATIONS.get(), before);
-    assert_eq!(plan.memory_usage(), bytes);
-    assert!(before > 0 && bytes >= 65 * 4 * 8);
 }
 
 const VOCAB: u32 = 16;

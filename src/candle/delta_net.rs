@@ -1,6 +1,6 @@
 //! The gated delta net layer of the Qwen3.5 family.
 
-use candle_core::{D, DType, Tensor};
+use candle_core::{DType, Tensor};
 use candle_nn::{Linear, Module};
 
 use super::config::DeltaNetConfig;
@@ -77,15 +77,19 @@ impl GatedDeltaNet {
         let states = states
             .ok_or_else(|| Error::argument("cache", "no states", "a cache of this decoder"))?;
         let (shape, n) = (&self.shape, x.dim(0)?);
+        // One copy to the host, whatever the device.
         let projected = self.input.forward(x)?.to_dtype(DType::F32)?;
-        let mut start = 0;
-        let mut part = |width: usize| -> Result<Vec<f32>> {
-            start += width;
-            Ok(projected.narrow(D::Minus1, start - width, width)?.flatten_all()?.to_vec1()?)
-        };
-        let inputs = part(shape.channels())?;
-        let gate = part(shape.value_size())?;
-        let (b, a) = (part(shape.value_heads)?, part(shape.value_heads)?);
+        let projected: Vec<f32> = projected.flatten_all()?.to_vec1()?;
+        let widths = [shape.channels(), shape.value_size(), shape.value_heads, shape.value_heads];
+        let mut parts = widths.map(|width| Vec::with_capacity(n * width));
+        for mut line in projected.chunks_exact(widths.iter().sum()) {
+            for (part, width) in parts.iter_mut().zip(widths) {
+                let (values, rest) = line.split_at(width);
+                part.extend_from_slice(values);
+                line = rest;
+            }
+        }
+        let [inputs, gate, b, a] = parts;
 
         let mut pass = states.layer(layer);
         let mixed = self.convolve(&inputs, &pass);
@@ -94,7 +98,7 @@ impl GatedDeltaNet {
         pass.keep_inputs(inputs);
         self.normalise(&mut output, &gate);
         let output = Tensor::from_vec(output, (n, shape.value_size()), x.device())?;
-        project_residual(&self.output, &output.to_dtype(x.dtype())?)
+        project_residual(&self.output, &output)
     }
 
     /// The convolution over every row's ancestors, and its activation.

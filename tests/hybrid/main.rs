@@ -2,5 +2,6 @@
 
 mod common;
 mod golden;
+mod loading;
 mod oracle;
 mod rounds;

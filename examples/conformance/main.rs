@@ -8,7 +8,10 @@ mod compare;
 mod golden;
 mod replay;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use anyhow::{Context, Result};
 use clap::Parser;
@@ -16,7 +19,9 @@ use common::{device::DeviceArgs, models::ModelArgs, models::Models};
 use ddtree::Algorithm;
 use golden::{Build, Decode, Golden, Settings};
 use indicatif::{ProgressBar, ProgressStyle};
-use replay::Remarks;
+
+/// Where the pairs are that come with the repository.
+const MODELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models");
 
 /// Replays golden files: trees that were built, and texts that were generated, by the published
 /// reference implementation.
@@ -24,7 +29,8 @@ use replay::Remarks;
 /// A case is one tree, or one prompt in one mode (ar, chain, or a tree budget). A text passes if its
 /// tokens, its acceptance lengths and every round's tree and path are the reference's. Trees may differ in near
 /// ties (path sums that differ by less than 1e-4), which are reported. The last line is
-/// `N passed, N failed`; the exit code is 1 if any failed, 2 if a file or a model cannot be read.
+/// `N passed, N failed`. Where no models are named, `decode-NAME.json` runs on the pair NAME of this
+/// repository if there is one. The exit code is 1 if any failed, 2 if a file or a model cannot be read.
 #[derive(Debug, Parser)]
 #[command(after_help = "Examples:
   conformance tests/goldens/*.json
@@ -62,18 +68,19 @@ fn run(args: &Args) -> Result<usize> {
         golden.map(|golden| (path.display().to_string(), golden))
     };
     let files: Vec<(String, Golden)> = args.files.iter().map(read).collect::<Result<_>>()?;
-    let mut models = None;
+    let mut models: Option<(ModelArgs, Models)> = None;
     let mut report = Report::new(files.iter().map(|(_, golden)| golden.len()).sum());
-    for (file, golden) in &files {
+    for ((file, golden), path) in files.iter().zip(&args.files) {
         match golden {
             Golden::Builds(cases) => builds(file, cases, &mut report),
             Golden::Decodes { settings, cases } => {
+                let wanted = pair_of(path, &args.models);
                 let models = match &mut models {
-                    Some(models) => models,
-                    None => {
-                        let loaded = Models::load(&args.models, &args.device, true, true)?;
+                    Some((loaded, models)) if *loaded == wanted => models,
+                    models => {
+                        let loaded = Models::load(&wanted, &args.device, true, true)?;
                         eprintln!("{} ({})", loaded.name, args.device.describe());
-                        models.insert(loaded)
+                        &mut models.insert((wanted, loaded)).1
                     }
                 };
                 decodes(file, settings, cases, models, &mut report)?;
@@ -83,11 +90,25 @@ fn run(args: &Args) -> Result<usize> {
     Ok(report.finish())
 }
 
+/// The models for a golden file. Where none are named, `decode-NAME.json` runs on the pair `NAME` of
+/// this repository, if it has one.
+fn pair_of(file: &Path, named: &ModelArgs) -> ModelArgs {
+    let name = file.file_stem().and_then(|stem| stem.to_str()?.strip_prefix("decode-"));
+    let folder = name.map(|name| Path::new(MODELS).join(name)).filter(|folder| folder.is_dir());
+    match folder {
+        Some(folder) if *named == ModelArgs::default() => {
+            let part = |part| Some(folder.join(part).display().to_string());
+            ModelArgs { target: part("target"), drafter: part("drafter") }
+        }
+        _ => named.clone(),
+    }
+}
+
 fn builds(file: &str, cases: &[Build], report: &mut Report) {
     for (index, case) in cases.iter().enumerate() {
         let kind = case.kind.as_deref().unwrap_or("tree");
         let name = format!("{file}: case {}, {kind}, budget {}", index + 1, case.budget);
-        report.case(&name, compare::build(case).map(|()| Remarks::default()));
+        report.case(&name, compare::build(case).map(|()| Vec::new()));
     }
 }
 
@@ -148,7 +169,6 @@ struct Report {
     passed: usize,
     failed: usize,
     near_ties: usize,
-    cut_rounds: usize,
     progress: ProgressBar,
 }
 
@@ -157,25 +177,17 @@ impl Report {
         let style = ProgressStyle::with_template("{pos}/{len} {wide_bar} {msg}");
         let style = style.unwrap_or_else(|_| ProgressStyle::default_bar());
         let progress = ProgressBar::new(cases as u64).with_style(style);
-        Self { passed: 0, failed: 0, near_ties: 0, cut_rounds: 0, progress }
+        Self { passed: 0, failed: 0, near_ties: 0, progress }
     }
 
     /// Takes note of a case: the near ties in it, or its first difference.
-    fn case(&mut self, name: &str, result: Result<Remarks, String>) {
+    fn case(&mut self, name: &str, result: Result<Vec<String>, String>) {
         match result {
-            Ok(remarks) => {
+            Ok(near_ties) => {
                 self.passed += 1;
-                self.near_ties += remarks.near_ties.len();
-                for tie in remarks.near_ties {
+                self.near_ties += near_ties.len();
+                for tie in near_ties {
                     self.print(&format!("near tie {name}: {tie}"));
-                }
-                if remarks.cut_rounds > 0 {
-                    self.cut_rounds += remarks.cut_rounds;
-                    self.note(&format!(
-                        "{name}: of the last rounds ({}) only the tokens are compared, as the end of \
-                         the reference's buffer cut its drafter's block short",
-                        remarks.cut_rounds
-                    ));
                 }
             }
             Err(difference) => {
@@ -203,9 +215,6 @@ impl Report {
                 self.near_ties,
                 compare::NEAR
             );
-        }
-        if self.cut_rounds > 0 {
-            println!("{} rounds compared by their tokens only", self.cut_rounds);
         }
         println!("{} passed, {} failed", self.passed, self.failed);
         self.failed

@@ -2,8 +2,8 @@
 
 use anyhow::{Context, Result, bail};
 use ddtree::{
-    Committed, Config, Decoder, Drafter, Proposal, ProposalRequest, Request,
-    candle::{CandleTarget, Taps, dflash::DFlash},
+    Committed, Config, Decoder, Drafter, Proposal, ProposalRequest, Request, TopK,
+    candle::{self, CandleTarget, Taps, dflash::DFlash},
 };
 
 use crate::{
@@ -15,24 +15,15 @@ use crate::{
 /// drafted instead may be ranked just below.
 const MARGIN: usize = 8;
 
-/// What a text that passed differs in all the same.
-#[derive(Debug, Default)]
-pub struct Remarks {
-    /// Descriptions of the near ties that were tolerated.
-    pub near_ties: Vec<String>,
-    /// Rounds at the end of which only the tokens can be compared, see [`block_is_cut`].
-    pub cut_rounds: usize,
-}
-
 /// Generates the text of `case` as `run` did, and compares tokens, acceptance lengths, trees and
-/// paths.
+/// paths. Returns descriptions of the near ties that were tolerated.
 pub fn replay(
     target: &mut CandleTarget,
     drafter: &mut DFlash,
     settings: &Settings,
     case: &Decode,
     run: &Run,
-) -> Result<Remarks> {
+) -> Result<Vec<String>> {
     let lengths = &run.acceptance_lengths;
     // The reference lets its last round overshoot the limit, so ours is set where it does not matter.
     let limit = settings.max_new_tokens + lengths.iter().sum::<usize>() + settings.block_size;
@@ -40,16 +31,20 @@ pub fn replay(
         Config::new(run.algorithm).block_size(settings.block_size).budget(run.budget).trace(true);
     let request =
         Request::new(&case.prompt_ids).max_new_tokens(limit).stop_tokens(&[settings.stop_token]);
-    let drafter = Recorder { drafter, proposal: Proposal::new() };
-    let mut decoder = Decoder::new((target, drafter), &config)?;
+    // The reference drafts into a buffer of this many tokens, and its blocks end with it. Runs without
+    // outputs of their own were made otherwise.
+    let buffer = case.prompt_ids.len() + settings.max_new_tokens + 1 + run.budget;
+    let cuts = run.algorithm.needs_tree_mask() && !run.output_is_longer;
+    let buffer = if cuts { buffer } else { usize::MAX };
+    let recorder = Recorder { drafter, buffer, proposal: Proposal::new(), top_k: TopK::new() };
+    let mut decoder = Decoder::new((target, recorder), &config)?;
     decoder.start(&request)?;
     decoder.step()?.context("no token came from the prompt")?;
 
-    let mut remarks = Remarks::default();
+    let mut near_ties = Vec::new();
     // The reference looks for stop tokens only after its first round.
     let rounds = if decoder.session().finish().is_none() { lengths.len() } else { 0 };
     for index in 0..rounds {
-        let generated = decoder.session().generated().len();
         let number = index + 1;
         let Some(_) = decoder.step().with_context(|| format!("round {number}"))? else {
             bail!("the text ends after {index} rounds, the reference's after {rounds}");
@@ -67,34 +62,14 @@ pub fn replay(
         });
         match verdict {
             Ok(near_tie) => {
-                remarks.near_ties.extend(near_tie.map(|tie| format!("round {number}: {tie}")));
-            }
-            Err(_) if block_is_cut(settings, run, generated) => {
-                remarks.cut_rounds = rounds - index;
-                break;
+                near_ties.extend(near_tie.map(|tie| format!("round {number}: {tie}")));
             }
             Err(difference) => bail!("round {number}: {difference}"),
         }
     }
-    while decoder.session().generated().len() < settings.max_new_tokens && remarks.cut_rounds > 0 {
-        if decoder.step()?.is_none() {
-            break;
-        }
-    }
     let tokens = decoder.session().generated();
     compare_tokens(tokens, settings, run)?;
-    Ok(remarks)
-}
-
-/// Whether the reference cannot give its drafter a whole block after this many tokens.
-///
-/// Its buffer ends `budget + 1` tokens after the limit, and the block is a slice of it. Where that is
-/// short, the drafter sees fewer masks, and as the reference then counts depths from the end of the
-/// block, the first depth is read from the root's own slot. Such drafts are worthless and no model
-/// for ours; the text is the same.
-fn block_is_cut(settings: &Settings, run: &Run, generated: usize) -> bool {
-    let end = settings.max_new_tokens + run.budget + 1;
-    run.algorithm.needs_tree_mask() && generated - 1 + settings.block_size > end
+    Ok(near_ties)
 }
 
 fn compare_tokens(tokens: &[u32], settings: &Settings, run: &Run) -> Result<()> {
@@ -115,7 +90,27 @@ fn compare_tokens(tokens: &[u32], settings: &Settings, run: &Run) -> Result<()> 
 /// Passes on what a drafter proposes, and keeps it.
 struct Recorder<'a> {
     drafter: &'a mut DFlash,
+    buffer: usize,
     proposal: Proposal,
+    top_k: TopK,
+}
+
+impl Recorder<'_> {
+    /// What the reference makes of a block that the end of its buffer cuts to `slots` slots. It takes
+    /// the logits of the last `block_size - 1` slots; of a shorter block those are all of them, the
+    /// root's too, so that depth `d` is drafted from slot `d - 1`.
+    fn propose_cut(
+        &mut self,
+        request: &ProposalRequest,
+        slots: usize,
+        proposal: &mut Proposal,
+    ) -> Result<(), candle::Error> {
+        let logits = self.drafter.slot_logits(request.root(), request.position(), slots)?;
+        for row in logits.to_vec2::<f32>()?.iter().take(request.horizon()) {
+            proposal.push_logits(row, request.top_k(), &mut self.top_k)?;
+        }
+        Ok(())
+    }
 }
 
 impl Drafter<Taps> for Recorder<'_> {
@@ -141,7 +136,12 @@ impl Drafter<Taps> for Recorder<'_> {
         let (root, position) = (request.root(), request.position());
         let top_k = request.top_k() + MARGIN;
         let wider = ProposalRequest::new(root, position, request.horizon(), top_k);
-        self.drafter.propose(&wider, proposal)?;
+        let left = self.buffer.saturating_sub(position);
+        if left < self.drafter.config().block_size() {
+            self.propose_cut(&wider, left, proposal)?;
+        } else {
+            self.drafter.propose(&wider, proposal)?;
+        }
         self.proposal.clone_from(proposal);
         Ok(())
     }

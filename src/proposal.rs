@@ -123,6 +123,16 @@ impl Proposal {
         Ok(())
     }
 
+    /// Lets `edit` change the entries of every depth, from depth 1 on. They have to stay what
+    /// [`push`](Self::push) accepts.
+    pub(crate) fn rewrite(&mut self, mut edit: impl FnMut(&mut [u32], &mut [f32])) {
+        let mut start = 0;
+        for &end in &self.ends {
+            edit(&mut self.tokens[start..end], &mut self.log_probs[start..end]);
+            start = end;
+        }
+    }
+
     /// Drops the depths beyond `horizon`.
     pub fn truncate(&mut self, horizon: usize) {
         if horizon < self.ends.len() {

@@ -17,7 +17,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use common::{device::DeviceArgs, models::ModelArgs, models::Models};
 use ddtree::Algorithm;
-use golden::{Build, Decode, Golden, Run, Settings};
+use golden::{Build, Decode, Golden, Settings};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Where the pairs are that come with the repository.
@@ -79,6 +79,7 @@ fn run(args: &Args) -> Result<usize> {
                     Some((loaded, models)) if *loaded == wanted => models,
                     models => {
                         let loaded = Models::load(&wanted, &args.device, true, true)?;
+                        eprintln!("{} ({})", loaded.name, args.device.describe());
                         &mut models.insert((wanted, loaded)).1
                     }
                 };
@@ -119,6 +120,13 @@ fn decodes(
     report: &mut Report,
 ) -> Result<()> {
     let mut target = models.target(true)?;
+    if !models.stop_tokens().contains(&settings.stop_token) {
+        report.note(&format!(
+            "{file}: its stop token {} is none of the target's, which are {:?}; the file's is used",
+            settings.stop_token,
+            models.stop_tokens()
+        ));
+    }
     for (index, case) in cases.iter().enumerate() {
         if let Some(prompt) = &case.prompt {
             // Chat templates put more around a prompt, so either is fine.

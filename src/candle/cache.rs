@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::config::DeltaNetConfig;
-use super::state_cache::StateCache;
+use super::state_cache::{State, StateCache};
 use super::{Error, Result, StateMethod};
 
 /// Rows that a cache holds at first, before it doubles.
@@ -124,10 +124,9 @@ impl KvCache {
     /// # Errors
     /// `layer` is out of range.
     pub fn recurrent_state(&self, layer: usize) -> Result<Tensor> {
-        let (states, (state, _)) = self.recurrent_layer(layer)?;
-        let shape = states.shape();
+        let (shape, state) = self.recurrent_layer(layer)?;
         let dims = (shape.value_heads, shape.key_dim, shape.value_dim);
-        Ok(Tensor::from_slice(state, dims, &Device::Cpu)?)
+        Ok(Tensor::from_slice(&state.recurrent, dims, &Device::Cpu)?)
     }
 
     /// A copy of the last inputs of the convolution of a recurrent layer (counted among those only),
@@ -136,14 +135,13 @@ impl KvCache {
     /// # Errors
     /// `layer` is out of range.
     pub fn conv_window(&self, layer: usize) -> Result<Tensor> {
-        let (states, (_, window)) = self.recurrent_layer(layer)?;
-        let shape = states.shape();
+        let (shape, state) = self.recurrent_layer(layer)?;
         let dims = (shape.conv_kernel - 1, shape.channels());
-        Ok(Tensor::from_slice(window, dims, &Device::Cpu)?)
+        Ok(Tensor::from_slice(&state.window, dims, &Device::Cpu)?)
     }
 
-    fn recurrent_layer(&self, layer: usize) -> Result<(&StateCache, (&[f32], &[f32]))> {
-        let found = self.states.as_ref().and_then(|s| Some((s, s.committed(layer)?)));
+    fn recurrent_layer(&self, layer: usize) -> Result<(&DeltaNetConfig, &State)> {
+        let found = self.states.as_ref().and_then(|s| Some((s.shape(), s.committed(layer)?)));
         found.ok_or_else(|| {
             let accepted = format!("a recurrent layer below {}", self.num_recurrent_layers());
             Error::argument("layer", layer, accepted)

@@ -350,7 +350,7 @@ impl Hybrid {
             value_dim: fields.positive("linear_value_head_dim")?,
             conv_kernel: fields.positive("linear_conv_kernel_dim")?,
         };
-        if delta_net.value_heads % delta_net.key_heads != 0 {
+        if !delta_net.value_heads.is_multiple_of(delta_net.key_heads) {
             return Err(Error::config(
                 "linear_num_value_heads",
                 delta_net.value_heads,

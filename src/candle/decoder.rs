@@ -36,6 +36,8 @@ pub struct DecoderModel {
 struct Layer {
     input_norm: RmsNorm,
     mixer: Mixer,
+    /// Its number among the layers that a cache counts with it: attention or recurrent.
+    cached: usize,
     post_norm: RmsNorm,
     mlp: Mlp,
 }
@@ -155,7 +157,7 @@ impl DecoderModel {
             Some(_) => layers::zero_centred_norm(weights, name, hidden, eps),
             None => layers::rms_norm(weights, name, hidden, eps, residual),
         };
-        let mut stack = Vec::new();
+        let mut stack: Vec<Layer> = Vec::new();
         for index in 0..config.num_layers() {
             let name = |module: &str| format!("{model}.layers.{index}.{module}");
             let (weights, attention) = (&mut weights, name("self_attn"));
@@ -170,7 +172,11 @@ impl DecoderModel {
                 }
                 None => Mixer::Attention(SelfAttention::load(weights, &attention, heads, parts)?),
             };
+            let recurrent = matches!(mixer, Mixer::DeltaNet(_));
+            let of_its_kind =
+                |layer: &&Layer| matches!(layer.mixer, Mixer::DeltaNet(_)) == recurrent;
             stack.push(Layer {
+                cached: stack.iter().filter(of_its_kind).count(),
                 mixer,
                 input_norm: norm(weights, &name("input_layernorm"))?,
                 post_norm: norm(weights, &name("post_attention_layernorm"))?,
@@ -270,8 +276,6 @@ impl DecoderModel {
         let mut x = self.embed_tokens.forward(pass.tokens)?;
         x = x.to_dtype(layers::residual_dtype(self.dtype))?;
         let mut captured: Vec<Option<Tensor>> = vec![None; pass.taps.len()];
-        // Caches count the layers of their kind.
-        let (mut attention_layers, mut recurrent_layers) = (0.., 0..);
         for (index, (layer, &window)) in
             self.layers.iter().zip(&self.config.layer_windows).enumerate()
         {
@@ -289,17 +293,12 @@ impl DecoderModel {
             let normed = self.normalise(&layer.input_norm, &x)?;
             let mixed = match &layer.mixer {
                 Mixer::Attention(attention) => {
-                    let layer = attention_layers.next().unwrap_or_default();
-                    attention.forward(&normed, &rotation, mask, cache, layer, pass.start)?
+                    attention.forward(&normed, &rotation, mask, cache, layer.cached, pass.start)?
                 }
                 Mixer::Gated(attention) => {
-                    let layer = attention_layers.next().unwrap_or_default();
-                    attention.forward(&normed, &rotation, mask, cache, layer, pass.start)?
+                    attention.forward(&normed, &rotation, mask, cache, layer.cached, pass.start)?
                 }
-                Mixer::DeltaNet(net) => {
-                    let layer = recurrent_layers.next().unwrap_or_default();
-                    net.forward(&normed, cache.states_mut(), layer)?
-                }
+                Mixer::DeltaNet(net) => net.forward(&normed, cache.states_mut(), layer.cached)?,
             };
             x = (x + mixed)?;
             let normed = self.normalise(&layer.post_norm, &x)?;

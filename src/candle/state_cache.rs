@@ -59,12 +59,13 @@ struct LayerState {
     factors: Factors,
 }
 
+/// What a recurrent layer carries from one token to the next.
 #[derive(Debug, Default, Clone)]
-struct State {
+pub(crate) struct State {
     /// `[value_heads, key_dim, value_dim]`.
-    recurrent: Vec<f32>,
+    pub(crate) recurrent: Vec<f32>,
     /// The last inputs of the convolution, oldest first, `[kernel - 1, channels]`.
-    window: Vec<f32>,
+    pub(crate) window: Vec<f32>,
 }
 
 impl StateCache {
@@ -116,10 +117,9 @@ impl StateCache {
         (committed, self.layers.iter().map(kept).sum())
     }
 
-    /// Recurrent state and convolution window of `layer`, as committed.
-    pub(crate) fn committed(&self, layer: usize) -> Option<(&[f32], &[f32])> {
-        let state = &self.layers.get(layer)?.committed;
-        Some((&state.recurrent, &state.window))
+    /// What `layer` has committed.
+    pub(crate) fn committed(&self, layer: usize) -> Option<&State> {
+        self.layers.get(layer).map(|layer| &layer.committed)
     }
 
     /// Begins a pass over `rows` rows from `start` on, after `committed` rows: over `tree`, or one

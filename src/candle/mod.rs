@@ -3,6 +3,9 @@
 mod attention;
 mod cache;
 mod config;
+#[cfg(feature = "cuda")]
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+pub mod cuda;
 mod decoder;
 mod error;
 mod gguf;

@@ -1,0 +1,421 @@
+//! A GPU as this backend uses it: one stream, one cuBLAS handle, memory that is allocated once.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::marker::PhantomData;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use candle_core::DType;
+use cudarc::cublas::{self, sys as blas};
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaGraph, CudaModule, CudaStream, result,
+    sys::{self, CUdeviceptr},
+};
+use cudarc::nvrtc::Ptx;
+
+use crate::candle::{Error, Result};
+
+/// cuBLAS allocates nothing while it works within its workspace, so that products can be captured. Hopper's kernels
+/// want 32 MiB.
+const WORKSPACE: usize = 32 << 20;
+
+/// A GPU. Clones are handles to the same one; everything made from it runs in one stream, in the order in which it
+/// was asked for.
+///
+/// It stays on the thread that made it.
+#[derive(Clone)]
+pub struct Gpu(Rc<Inner>);
+
+struct Inner {
+    blas: blas::cublasHandle_t,
+    modules: Modules,
+    stream: Arc<CudaStream>,
+    context: Arc<CudaContext>,
+    workspace: CUdeviceptr,
+}
+
+pub(super) struct Modules {
+    pub(super) attention: Arc<CudaModule>,
+    pub(super) commit: Arc<CudaModule>,
+    pub(super) norm: Arc<CudaModule>,
+    pub(super) random: Arc<CudaModule>,
+    pub(super) rope: Arc<CudaModule>,
+    pub(super) select: Arc<CudaModule>,
+}
+
+macro_rules! module {
+    ($context:expr, $name:literal) => {
+        $context.load_module(Ptx::from_src(include_str!(concat!(env!("OUT_DIR"), "/", $name, ".ptx"))))?
+    };
+}
+
+impl Gpu {
+    /// Opens the GPU with this number.
+    ///
+    /// # Errors
+    /// No driver, no cuBLAS or no such GPU; one older than compute capability 8.0.
+    pub fn new(ordinal: usize) -> Result<Self> {
+        // SAFETY: these open the libraries and close them again.
+        let (driver, cublas) = unsafe { (sys::is_culib_present(), blas::is_culib_present()) };
+        if !driver || !cublas {
+            return Err(Error::NoCuda { library: if driver { "cuBLAS" } else { "the CUDA driver" } });
+        }
+        let context = CudaContext::new(ordinal)?;
+        let (major, minor) = context.compute_capability()?;
+        if major < 8 {
+            let found = format!("a GPU of compute capability {major}.{minor}");
+            return Err(Error::argument("ordinal", found, "8.0 or later"));
+        }
+        let stream = context.new_stream()?;
+        let modules = Modules {
+            attention: module!(context, "attention"),
+            commit: module!(context, "commit"),
+            norm: module!(context, "norm"),
+            random: module!(context, "random"),
+            rope: module!(context, "rope"),
+            select: module!(context, "select"),
+        };
+        let blas = cublas::result::create_handle()?;
+        // SAFETY: plain allocation; freed in `drop`.
+        let workspace = unsafe { result::malloc_sync(WORKSPACE)? };
+        let gpu = Self(Rc::new(Inner { blas, modules, stream, context, workspace }));
+        // SAFETY: handle, stream and workspace live as long as each other.
+        unsafe {
+            cublas::result::set_stream(blas, gpu.0.stream.cu_stream() as *mut _)?;
+            blas::cublasSetWorkspace_v2(blas, workspace as *mut c_void, WORKSPACE).result()?;
+        }
+        Ok(gpu)
+    }
+
+    /// Its name.
+    ///
+    /// # Errors
+    /// The driver fails.
+    pub fn name(&self) -> Result<String> {
+        Ok(self.0.context.name()?)
+    }
+
+    /// Free and total memory, in bytes.
+    ///
+    /// # Errors
+    /// The driver fails.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        Ok(self.0.context.mem_get_info()?)
+    }
+
+    /// Number of multiprocessors.
+    pub(super) fn multiprocessors(&self) -> Result<usize> {
+        let count = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        Ok(self.0.context.attribute(count)? as usize)
+    }
+
+    pub(super) fn modules(&self) -> &Modules {
+        &self.0.modules
+    }
+
+    /// Waits until everything asked for is done.
+    pub(super) fn synchronize(&self) -> Result<()> {
+        Ok(self.0.stream.synchronize()?)
+    }
+
+    /// Memory of `bytes` bytes, zeroed.
+    pub(super) fn allocate(&self, bytes: usize) -> Result<Buffer> {
+        self.0.context.bind_to_thread()?;
+        // The driver refuses empty allocations.
+        let bytes = bytes.max(1);
+        // SAFETY: the memory is freed once, in `drop`, and zeroed before anything in the stream uses it.
+        let pointer = unsafe {
+            let pointer = result::malloc_sync(bytes)?;
+            result::memset_d8_async(pointer, 0, bytes, self.0.stream.cu_stream())?;
+            pointer
+        };
+        Ok(Buffer { pointer, bytes, gpu: self.clone() })
+    }
+
+    /// A copy of `data` on the GPU.
+    pub(super) fn upload<T: bytes::Plain>(&self, data: &[T]) -> Result<Buffer> {
+        let buffer = self.allocate(size_of_val(data))?;
+        self.synchronize()?;
+        // SAFETY: the buffer is as large as the data, and nothing in the stream uses it yet.
+        unsafe { result::memcpy_htod_sync(buffer.pointer, data)? };
+        Ok(buffer)
+    }
+
+    /// Copies the first elements of a buffer to the host, after all work asked for before.
+    pub(super) fn download<T: bytes::Plain>(&self, from: &Buffer, to: &mut [T]) -> Result<()> {
+        assert!(size_of_val(to) <= from.bytes, "the buffer is smaller than what is read");
+        self.synchronize()?;
+        // SAFETY: checked above; any bytes are a valid `Plain`.
+        Ok(unsafe { result::memcpy_dtoh_sync(to, from.pointer)? })
+    }
+
+    /// Host memory that copies in the stream can use without waiting, zeroed.
+    pub(super) fn pinned<T: bytes::Plain>(&self, len: usize) -> Result<Pinned<T>> {
+        self.0.context.bind_to_thread()?;
+        let bytes = len * size_of::<T>();
+        // SAFETY: the memory is freed once, in `drop`; zeroes are a valid `Plain`.
+        let pointer = unsafe {
+            let pointer = result::malloc_host(bytes.max(1), 0)?.cast::<T>();
+            pointer.write_bytes(0, len);
+            pointer
+        };
+        Ok(Pinned { pointer, len, _element: PhantomData, _gpu: self.clone() })
+    }
+
+    /// Asks for a copy of the first `bytes` of `from`, whose memory has to stay as it is until the stream has got
+    /// there.
+    pub(super) fn copy_in<T: bytes::Plain>(&self, from: &Pinned<T>, to: &Buffer, bytes: usize) -> Result<()> {
+        assert!(bytes <= to.bytes && bytes <= from.len * size_of::<T>(), "the copy fits both sides");
+        // SAFETY: checked above; pinned memory is freed only after the stream has been waited for.
+        Ok(unsafe {
+            let from = std::slice::from_raw_parts(from.pointer.cast::<u8>(), bytes);
+            result::memcpy_htod_async(to.pointer, from, self.0.stream.cu_stream())?
+        })
+    }
+
+    /// Asks for a copy of the first `bytes` of `from` to the host, to be read after the next wait.
+    pub(super) fn copy_out<T: bytes::Plain>(&self, from: &Buffer, to: &Pinned<T>, bytes: usize) -> Result<()> {
+        assert!(bytes <= from.bytes && bytes <= to.len * size_of::<T>(), "the copy fits both sides");
+        // SAFETY: checked above; pinned memory is freed only after the stream has been waited for.
+        Ok(unsafe {
+            let to = std::slice::from_raw_parts_mut(to.pointer.cast::<u8>(), bytes);
+            result::memcpy_dtoh_async(to, from.pointer, self.0.stream.cu_stream())?
+        })
+    }
+
+    /// Asks for a copy within the GPU.
+    pub(super) fn copy(&self, from: CUdeviceptr, to: &Buffer, bytes: usize) -> Result<()> {
+        assert!(bytes <= to.bytes, "the copy fits its target");
+        self.0.context.bind_to_thread()?;
+        // SAFETY: the caller names live memory.
+        Ok(unsafe { result::memcpy_dtod_async(to.pointer, from, bytes, self.0.stream.cu_stream())? })
+    }
+
+    /// Asks for zeroes in the first `bytes` of a buffer.
+    pub(super) fn clear(&self, buffer: &Buffer, bytes: usize) -> Result<()> {
+        assert!(bytes <= buffer.bytes, "the range is within the buffer");
+        // SAFETY: checked above.
+        Ok(unsafe { result::memset_d8_async(buffer.pointer, 0, bytes, self.0.stream.cu_stream())? })
+    }
+
+    /// Asks for a kernel.
+    ///
+    /// # Safety
+    /// `parameters` point to values of the types that the kernel declares, and what it accesses is live memory of
+    /// sufficient size until the stream has got there.
+    pub(super) unsafe fn launch(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        block: (u32, u32),
+        parameters: &mut [*mut c_void],
+    ) -> Result<()> {
+        let (stream, block) = (self.0.stream.cu_stream(), (block.0, block.1, 1));
+        self.0.context.bind_to_thread()?;
+        // SAFETY: promised by the caller.
+        Ok(unsafe { result::launch_kernel(function.cu_function(), grid, block, 0, stream, parameters)? })
+    }
+
+    /// Asks for `y = x w^T`: `x` is `[rows, inputs]`, `w` `[outputs, inputs]`, both of type `dtype`, `y` `[rows,
+    /// outputs]` of type `y_dtype`. Sums are f32.
+    pub(super) fn product(&self, x: CUdeviceptr, w: &Buffer, y: &Buffer, shape: Product) -> Result<()> {
+        let Product { rows, inputs, outputs, dtype, y_dtype } = shape;
+        assert!(outputs * inputs * dtype.size_in_bytes() <= w.bytes, "the weight has its shape");
+        assert!(rows * outputs * y_dtype.size_in_bytes() <= y.bytes, "the result fits");
+        let (one, zero) = (1.0f32, 0.0f32);
+        let size = |n: usize| n as i32;
+        self.0.context.bind_to_thread()?;
+        // SAFETY: shapes were checked against `w` and `y`; `x` has the rows that `y` is asked for. cuBLAS counts
+        // columns first, so it is told to compute `y^T = w x^T`.
+        unsafe {
+            cublas::result::gemm_ex(
+                self.0.blas,
+                blas::cublasOperation_t::CUBLAS_OP_T,
+                blas::cublasOperation_t::CUBLAS_OP_N,
+                size(outputs),
+                size(rows),
+                size(inputs),
+                (&raw const one).cast(),
+                w.pointer as *const c_void,
+                data_type(dtype),
+                size(inputs),
+                x as *const c_void,
+                data_type(dtype),
+                size(inputs),
+                (&raw const zero).cast(),
+                y.pointer as *mut c_void,
+                data_type(y_dtype),
+                size(outputs),
+                blas::cublasComputeType_t::CUBLAS_COMPUTE_32F,
+                blas::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
+            )?;
+        }
+        Ok(())
+    }
+
+    /// Captures what `work` asks for as a graph instead of doing it. `work` must have been done once before:
+    /// libraries set themselves up on first use, which cannot be captured.
+    pub(super) fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+        let stream = &self.0.stream;
+        stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?;
+        let outcome = work();
+        // Ends the capture whatever came of it: a stream that captures can do nothing else.
+        let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0));
+        outcome?;
+        let graph = graph?.expect("a stream that captures has a graph");
+        graph.upload()?;
+        Ok(Graph(graph))
+    }
+
+    /// Milliseconds that the GPU takes for what `work` asks for.
+    pub(super) fn time(&self, work: impl FnOnce() -> Result<()>) -> Result<f64> {
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        let start = self.0.stream.record_event(flags)?;
+        work()?;
+        let end = self.0.stream.record_event(flags)?;
+        end.synchronize()?;
+        Ok(f64::from(start.elapsed_ms(&end)?))
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Gpu").field("ordinal", &self.0.context.ordinal()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`, and nothing is left that could use them. There is no one to tell of an error.
+        unsafe {
+            let _ = self.context.bind_to_thread();
+            let _ = self.stream.synchronize();
+            let _ = cublas::result::destroy_handle(self.blas);
+            let _ = result::free_sync(self.workspace);
+        }
+    }
+}
+
+/// Sizes and types of a product.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Product {
+    pub(super) rows: usize,
+    pub(super) inputs: usize,
+    pub(super) outputs: usize,
+    pub(super) dtype: DType,
+    pub(super) y_dtype: DType,
+}
+
+fn data_type(dtype: DType) -> blas::cudaDataType {
+    match dtype {
+        DType::BF16 => blas::cudaDataType_t::CUDA_R_16BF,
+        DType::F16 => blas::cudaDataType_t::CUDA_R_16F,
+        _ => blas::cudaDataType_t::CUDA_R_32F,
+    }
+}
+
+/// A captured sequence of work.
+pub(super) struct Graph(CudaGraph);
+
+impl Graph {
+    pub(super) fn launch(&self) -> Result<()> {
+        Ok(self.0.launch()?)
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Graph")
+    }
+}
+
+/// Memory on the GPU.
+pub(super) struct Buffer {
+    pointer: CUdeviceptr,
+    bytes: usize,
+    gpu: Gpu,
+}
+
+impl Buffer {
+    pub(super) fn pointer(&self) -> CUdeviceptr {
+        self.pointer
+    }
+
+    /// The address `bytes` bytes on.
+    pub(super) fn at(&self, bytes: usize) -> CUdeviceptr {
+        assert!(bytes <= self.bytes, "the address is within the buffer");
+        self.pointer + bytes as u64
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: made by `allocate`; the stream may still use it, so it is waited for.
+        unsafe {
+            let _ = self.gpu.0.context.bind_to_thread();
+            let _ = self.gpu.0.stream.synchronize();
+            let _ = result::free_sync(self.pointer);
+        }
+    }
+}
+
+/// Host memory for copies in the stream.
+pub(super) struct Pinned<T> {
+    pointer: *mut T,
+    len: usize,
+    _element: PhantomData<T>,
+    _gpu: Gpu,
+}
+
+impl<T: bytes::Plain> Pinned<T> {
+    /// The elements. What the stream copies here is there after the next wait.
+    pub(super) fn as_slice(&self) -> &[T] {
+        // SAFETY: `pointer` holds `len` elements, zeroed when they were made.
+        unsafe { std::slice::from_raw_parts(self.pointer, self.len) }
+    }
+
+    /// The elements. The caller has waited for copies that read them.
+    pub(super) fn as_mut_slice(&mut self) -> &mut [T] {
+        // SAFETY: as above, and `self` is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.len) }
+    }
+}
+
+impl<T> fmt::Debug for Pinned<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pinned").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl<T> Drop for Pinned<T> {
+    fn drop(&mut self) {
+        // SAFETY: made by `pinned`; the stream may still use it, so it is waited for.
+        unsafe {
+            let _ = self._gpu.0.context.bind_to_thread();
+            let _ = self._gpu.0.stream.synchronize();
+            let _ = result::free_host(self.pointer.cast());
+        }
+    }
+}
+
+pub(super) mod bytes {
+    /// Types for which every pattern of bytes is a value, and which have no padding.
+    pub(in crate::candle::cuda) trait Plain: Copy {}
+    impl Plain for u8 {}
+    impl Plain for u32 {}
+    impl Plain for u64 {}
+    impl Plain for f32 {}
+    impl Plain for half::bf16 {}
+    impl Plain for half::f16 {}
+}

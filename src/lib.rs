@@ -1,4 +1,82 @@
-//! Tree-based speculative decoding for any inference engine.
+//! Tree-based speculative decoding: everything between a drafter and a target.
+//!
+//! A *drafter* proposes tokens, the *target* model verifies a whole tree of
+//! proposals in one forward pass, and this crate decides everything in between.
+//! The text is that of the target decoding alone, token for token; there are
+//! fewer passes.
+//!
+//! # Should I be using this crate?
+//!
+//! Yes, if you write or run an inference engine in which a forward pass over a
+//! few dozen tokens costs little more than one over a single token (a GPU at
+//! small batch sizes), and there is a drafter for your model.
+//!
+//! No, or not the tree, if the cost of a pass grows with its tokens (a CPU,
+//! large batches, mixtures of experts): then [`Algorithm::Chain`] or no draft
+//! at all can be faster. [`Config::shadow`] tells what the tree would buy
+//! without running it.
+//!
+//! # Three ways in
+//!
+//! * **The parts.** [`Proposal`] → [`BestFirst`] → [`DraftTree`] →
+//!   [`AncestorMask`] and [`layout`] writers → your kernels → [`walk`] →
+//!   [`CommitPlan`]. Slices in, slices out. For engines that have a loop of
+//!   their own and want the algorithm right.
+//! * **The session.** [`Session`] is one sequence as a state machine without
+//!   I/O: prefill, proposals, limits, stop tokens, statistics, recovery. For
+//!   engines with a scheduler, batches or an async runtime.
+//! * **The decoder.** [`Decoder`] drives a [`Verifier`] and a [`Drafter`]. With
+//!   the `candle` feature, [`candle`] has both for common models.
+//!
+//! # One round
+//!
+//! ```text
+//! Drafter::propose ─► Proposal (per-depth top-k log-probs) ─► BestFirst ─► DraftTree
+//!                                                                            │ tokens, positions, parents, mask
+//!                                                    Verifier::verify ◄──────┘
+//!                                                            │ picks (one token id per slot)
+//!                    walk(DraftTree, picks) ─► Acceptance ─► CommitPlan ─► Verifier::commit ─► features ─► Drafter::observe
+//!                                                  └► tokens to the caller
+//! ```
+//!
+//! Nothing flows back within a round.
+//!
+//! # Words
+//!
+//! * *root*: the last sampled token. It has no row in the target's KV cache yet,
+//!   and is slot 0 of every tree.
+//! * *node*: a drafted token. A *budget* counts nodes, not the root.
+//! * *slot*: the index of the root or of a node in the tree's arrays. A slot is
+//!   neither a *position* (which is the root's position plus the depth) nor,
+//!   after a commit, a *KV row*.
+//! * *block size*, *horizon*: a drafter of block size b drafts b - 1 depths,
+//!   its horizon.
+//! * *pick*: the target's own choice after the path to a slot. *Walk*: following
+//!   picks from the root while they name a child. *Bonus*: the first pick that
+//!   names none, the next root.
+//! * *acceptance length* (tau): tokens emitted per round, which is accepted nodes
+//!   plus the bonus.
+//! * *commit*: making the target's caches equal to what plain decoding of the
+//!   accepted path would have left.
+//!
+//! # Features
+//!
+//! * `candle` (default): the backend in [`candle`].
+//! * `cuda`: that backend on NVIDIA GPUs; needs a CUDA toolkit to build.
+//! * `serde`: `Serialize` and `Deserialize` for settings, statistics and traces.
+//! * `tracing`: an event for every plan and round that is not what was asked
+//!   for.
+//! * `hub`: for this crate's examples only.
+//!
+//! Without default features the crate is safe Rust with three small
+//! dependencies and no tensor type.
+//!
+//! # Sources
+//!
+//! The tree and its order are those of DDTree's published reference
+//! implementation, the chain and the drafter those of DFlash. Where this crate
+//! differs (ties in top-k lists, impossible tokens, stop tokens), the item's
+//! documentation says so.
 #![cfg_attr(not(feature = "candle"), forbid(unsafe_code))]
 #![deny(unsafe_code, missing_docs, missing_debug_implementations, unreachable_pub)]
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -43,3 +121,8 @@ pub use verifier::{
     Attention, Capabilities, MaskForm, Picks, Prefill, Recurrence, Round, Verifier,
 };
 pub use walk::{Acceptance, walk};
+
+/// The README's examples, run as tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;

@@ -479,6 +479,20 @@ impl<'a> Fields<'a> {
         Ok(self.typed(key, "true or false", Value::as_bool)?.unwrap_or(default))
     }
 
+    pub(crate) fn opt_bool(&self, key: &str) -> Result<Option<bool>> {
+        self.typed(key, "true or false", Value::as_bool)
+    }
+
+    pub(crate) fn opt_usizes(&self, key: &str) -> Result<Option<Vec<usize>>> {
+        self.typed(key, "a list of whole numbers", |v| {
+            v.as_array()?.iter().map(|v| usize::try_from(v.as_u64()?).ok()).collect()
+        })
+    }
+
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &'a String> {
+        self.map.keys()
+    }
+
     pub(crate) fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
         self.typed(key, "a whole number", |v| usize::try_from(v.as_u64()?).ok())
     }
@@ -527,7 +541,7 @@ pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>> {
     parse_object(&text, path)
 }
 
-fn parse_object(text: &str, path: &Path) -> Result<Map<String, Value>> {
+pub(crate) fn parse_object(text: &str, path: &Path) -> Result<Map<String, Value>> {
     serde_json::from_str(text).map_err(|source| Error::Json { path: path.to_owned(), source })
 }
 

@@ -251,4 +251,29 @@ impl SelfAttention {
         let mixed = attend(&q, &k, &v, mask.bias.as_ref(), (head_dim as f64).powf(-0.5))?;
         project_residual(&self.o, &mixed)
     }
+
+    /// Writes the keys and values of rows that are attended to and do not attend themselves (`x` is
+    /// `[n, hidden_size]`) into `cache` at `start..start + n`.
+    pub(crate) fn write_context(
+        &self,
+        x: &Tensor,
+        rotation: &Rotation,
+        cache: &KvCache,
+        layer: usize,
+        start: usize,
+    ) -> Result<()> {
+        let Heads { num_heads, num_kv_heads, head_dim, .. } = self.heads;
+        let n = x.dim(0)?;
+        let (first, outputs) = (num_heads * head_dim, 2 * num_kv_heads * head_dim);
+        let bias = self.qkv.bias().map(|bias| bias.narrow(0, first, outputs)).transpose()?;
+        let kv = Linear::new(self.qkv.weight().narrow(0, first, outputs)?, bias).forward(x)?;
+        let kv = kv.reshape((n, 2 * num_kv_heads, head_dim))?.transpose(0, 1)?.contiguous()?;
+        let mut k = kv.narrow(0, 0, num_kv_heads)?;
+        if let Some((_, k_norm)) = &self.qk_norm {
+            k = k_norm.forward(&k)?;
+        }
+        let v = kv.narrow(0, num_kv_heads, num_kv_heads)?;
+        cache.write(layer, start, start, &rotation.apply(&k)?, &v)?;
+        Ok(())
+    }
 }

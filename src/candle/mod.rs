@@ -7,6 +7,7 @@ mod config;
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
 pub mod cuda;
 mod decoder;
+pub mod dflash;
 mod error;
 mod gguf;
 mod layers;

@@ -217,13 +217,14 @@ impl Gpu {
         Ok(unsafe { result::launch_kernel(function.cu_function(), grid, block, 0, stream, parameters)? })
     }
 
-    /// Asks for `y = x w^T`: `x` is `[rows, inputs]`, `w` `[outputs, inputs]`, both of type `dtype`, `y` `[rows,
+    /// Asks for `y = x w^T`, or `y += x w^T`: `x` is `[rows, inputs]`, `w` `[outputs, inputs]`, both of type `dtype`, `y` `[rows,
     /// outputs]` of type `y_dtype`. Sums are f32.
     pub(super) fn product(&self, x: CUdeviceptr, w: &Buffer, y: &Buffer, shape: Product) -> Result<()> {
-        let Product { rows, inputs, outputs, dtype, y_dtype } = shape;
-        assert!(outputs * inputs * dtype.size_in_bytes() <= w.bytes, "the weight has its shape");
+        let Product { rows, inputs, outputs, skipped, dtype, y_dtype, add } = shape;
+        let row_bytes = inputs * dtype.size_in_bytes();
+        assert!((skipped + outputs) * row_bytes <= w.bytes, "the weight has its shape");
         assert!(rows * outputs * y_dtype.size_in_bytes() <= y.bytes, "the result fits");
-        let (one, zero) = (1.0f32, 0.0f32);
+        let (one, old) = (1.0f32, if add { 1.0f32 } else { 0.0 });
         let size = |n: usize| n as i32;
         self.0.context.bind_to_thread()?;
         // SAFETY: shapes were checked against `w` and `y`; `x` has the rows that `y` is asked for. cuBLAS counts
@@ -237,13 +238,13 @@ impl Gpu {
                 size(rows),
                 size(inputs),
                 (&raw const one).cast(),
-                w.pointer as *const c_void,
+                w.at(skipped * row_bytes) as *const c_void,
                 data_type(dtype),
                 size(inputs),
                 x as *const c_void,
                 data_type(dtype),
                 size(inputs),
-                (&raw const zero).cast(),
+                (&raw const old).cast(),
                 y.pointer as *mut c_void,
                 data_type(y_dtype),
                 size(outputs),
@@ -303,8 +304,12 @@ pub(super) struct Product {
     pub(super) rows: usize,
     pub(super) inputs: usize,
     pub(super) outputs: usize,
+    /// Rows at the beginning of the weight that are left out.
+    pub(super) skipped: usize,
     pub(super) dtype: DType,
     pub(super) y_dtype: DType,
+    /// Whether the product is added to what is there.
+    pub(super) add: bool,
 }
 
 fn data_type(dtype: DType) -> blas::cudaDataType {

@@ -34,10 +34,12 @@ pub(super) struct Kernels {
     pub(super) dtype: DType,
     head_dim: usize,
     embed_norm: CudaFunction,
-    add_norm: CudaFunction,
+    norm: CudaFunction,
     silu_mul: CudaFunction,
     rope_store: CudaFunction,
     attend: CudaFunction,
+    /// Absent for f32, whose attention has no splits.
+    merge: Option<CudaFunction>,
     fill_random: CudaFunction,
     compact: CudaFunction,
     gather: CudaFunction,
@@ -95,7 +97,7 @@ pub(super) struct Inputs {
 /// Norms, bias and rotation of queries and keys, and where keys and values go.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct RopeStore<'a> {
-    pub(super) bias: Option<&'a Buffer>,
+    pub(super) bias: Option<CUdeviceptr>,
     pub(super) norms: Option<(CUdeviceptr, CUdeviceptr)>,
     pub(super) eps: f32,
     pub(super) rope: &'a Buffer,
@@ -108,7 +110,6 @@ pub(super) struct RopeStore<'a> {
 pub(super) struct Splits {
     partial: Buffer,
     norms: Buffer,
-    counters: Buffer,
     multiprocessors: usize,
 }
 
@@ -122,7 +123,6 @@ impl Splits {
         Ok(Self {
             partial: gpu.allocate(4 * rows * heads.size)?,
             norms: gpu.allocate(8 * rows)?,
-            counters: gpu.allocate(4 * heads.kv * tiles(max_rows))?,
             multiprocessors,
         })
     }
@@ -149,10 +149,14 @@ impl Kernels {
             dtype,
             head_dim,
             embed_norm: modules.norm.load_function(&format!("embed_norm_{suffix}"))?,
-            add_norm: modules.norm.load_function(&format!("add_norm_{suffix}"))?,
+            norm: modules.norm.load_function(&format!("norm_{suffix}"))?,
             silu_mul: modules.norm.load_function(&format!("silu_mul_{suffix}"))?,
             rope_store: modules.rope.load_function(&format!("rope_store_{head_dim}_{suffix}"))?,
             attend: modules.attention.load_function(&format!("attend_{head_dim}_{suffix}"))?,
+            merge: match dtype {
+                DType::F32 => None,
+                _ => Some(modules.attention.load_function(&format!("merge_{head_dim}_{suffix}"))?),
+            },
             fill_random: modules.random.load_function(&format!("fill_random_{suffix}"))?,
             compact: modules.commit.load_function("compact")?,
             gather: modules.commit.load_function("gather")?,
@@ -191,28 +195,26 @@ impl Kernels {
     }
 
     /// `tap` is the address of the first row's tap and the elements from row to row.
-    pub(super) fn add_norm(
+    pub(super) fn norm(
         &self,
         gpu: &Gpu,
         rows: usize,
-        delta: &Buffer,
-        residual: Option<&Buffer>,
+        x: &Buffer,
         (weight, eps): (&Buffer, f32),
         out: &Buffer,
         tap: Option<(CUdeviceptr, usize)>,
         size: usize,
     ) -> Result<()> {
         let (tap, tap_stride) = tap.unwrap_or((0, 0));
-        let (delta, residual) = (delta.pointer(), residual.map_or(0, Buffer::pointer));
-        let (weight, out) = (weight.pointer(), out.pointer());
+        let (x, weight, out) = (x.pointer(), weight.pointer(), out.pointer());
         let (tap_stride, count) = (tap_stride as i32, size as i32);
         // SAFETY: as above.
         unsafe {
             gpu.launch(
-                &self.add_norm,
+                &self.norm,
                 (rows as u32, 1, 1),
                 (row_threads(size), 1),
-                parameters!(delta, residual, weight, eps, out, tap, tap_stride, count),
+                parameters!(x, weight, eps, out, tap, tap_stride, count),
             )
         }
     }
@@ -240,7 +242,7 @@ impl Kernels {
         heads: Heads,
         how: &RopeStore<'_>,
     ) -> Result<()> {
-        let bias = how.bias.map_or(0, Buffer::pointer);
+        let bias = how.bias.unwrap_or(0);
         let (q_norm, k_norm) = how.norms.unwrap_or((0, 0));
         let (eps, rope, keys, values) = (how.eps, how.rope.pointer(), how.keys, how.values);
         let (positions, prefix) = (inputs.positions, inputs.prefix);
@@ -275,7 +277,7 @@ impl Kernels {
         let q_stride = (heads.q_size() + 2 * heads.kv_size()) as i32;
         let (prefix, mask, mask_words) = (inputs.prefix, inputs.mask, inputs.mask_words as i32);
         let scale = (self.head_dim as f32).powf(-0.5);
-        if self.dtype == DType::F32 {
+        let Some(merge) = &self.merge else {
             let group = group as i32;
             let grid = (inputs.rows as u32, heads.query as u32, 1);
             // SAFETY: as above.
@@ -289,12 +291,13 @@ impl Kernels {
                     ),
                 )
             };
-        }
-        let tiles = (inputs.rows * group).div_ceil(TILE_ROWS);
+        };
+        let rows = inputs.rows * group;
+        let tiles = rows.div_ceil(TILE_ROWS);
         let splits = splits(splits_memory.multiprocessors, heads.kv, tiles);
-        let partial = splits_memory.partial.pointer();
-        let (norms, counters) = (splits_memory.norms.pointer(), splits_memory.counters.pointer());
+        let (partial, norms) = (splits_memory.partial.pointer(), splits_memory.norms.pointer());
         let (width, group) = (inputs.rows as i32, group as i32);
+        let (count, padded) = (splits as i32, (tiles * TILE_ROWS) as i32);
         // SAFETY: as above; the memory for splits was sized for every width.
         unsafe {
             gpu.launch(
@@ -302,9 +305,15 @@ impl Kernels {
                 (tiles as u32, heads.kv as u32, splits as u32),
                 (128, 1),
                 parameters!(
-                    q, q_stride, keys, values, out, partial, norms, counters, prefix, mask,
-                    mask_words, width, group, scale
+                    q, q_stride, keys, values, out, partial, norms, prefix, mask, mask_words,
+                    width, group, scale
                 ),
+            )?;
+            gpu.launch(
+                merge,
+                ((4 * rows * heads.size).div_ceil(16 * 128) as u32, heads.kv as u32, 1),
+                (128, 1),
+                parameters!(partial, norms, out, prefix, width, group, count, padded),
             )
         }
     }

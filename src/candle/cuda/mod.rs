@@ -8,6 +8,7 @@
 //! Weights come through [`Weights`](super::Weights), opened for the CPU; nothing of candle runs on the GPU.
 
 mod device;
+mod drafter;
 mod kernels;
 mod roofline;
 mod stack;
@@ -17,5 +18,6 @@ mod tests;
 mod weights;
 
 pub use device::Gpu;
+pub use drafter::CudaDFlash;
 pub use roofline::Roofline;
 pub use target::{CudaOptions, CudaTaps, CudaTarget};

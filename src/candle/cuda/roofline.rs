@@ -1,7 +1,8 @@
 //! What a pass has to cost at least, measured on the GPU at hand.
 
 use super::CudaTarget;
-use crate::candle::Result;
+use super::stack::padded;
+use crate::candle::{Error, Result};
 
 /// Bytes that one measured copy moves.
 const COPY: usize = 2 << 30;
@@ -42,21 +43,19 @@ impl Roofline {
 }
 
 impl CudaTarget {
-    /// Milliseconds that the matrix products of a pass of `width` rows take, replayed as one graph without anything
+    /// Milliseconds that the matrix products of a pass of `slots` rows, filled up as passes are, take, replayed as one graph without anything
     /// between them; the median of `repeats`.
     ///
     /// # Errors
-    /// A width beyond the widest pass, or an error from CUDA.
-    pub fn time_products(&self, width: usize, repeats: usize) -> Result<f64> {
+    /// More slots than a pass can have, or an error from CUDA.
+    pub fn time_products(&self, slots: usize, repeats: usize) -> Result<f64> {
         let limit = self.max_width();
-        if width == 0 || width > limit || repeats == 0 {
-            let found = format!("{width} rows, {repeats} repeats");
-            return Err(crate::candle::Error::argument(
-                "width",
-                found,
-                format!("1 to {limit} rows, at least one repeat"),
-            ));
+        if slots == 0 || slots > limit || repeats == 0 {
+            let found = format!("{slots} slots, {repeats} repeats");
+            let accepted = format!("1 to {limit} slots, at least one repeat");
+            return Err(Error::argument("slots", found, accepted));
         }
+        let width = padded(slots);
         let gpu = self.roofline_parts().0;
         self.products(width)?;
         gpu.synchronize()?;

@@ -31,8 +31,7 @@ pub(super) struct Stack {
     pub(super) eps: f32,
     layers: Vec<Layer>,
     norm: Buffer,
-    pub(super) rope: Buffer,
-    pub(super) positions: usize,
+    rope: Buffer,
     /// Planes of `cache_rows` rows: the keys and then the values of each layer.
     cache: Buffer,
     cache_rows: usize,
@@ -46,7 +45,6 @@ struct Scratch {
     normed: Buffer,
     qkv: Buffer,
     mixed: Buffer,
-    delta: Buffer,
     gate_up: Buffer,
     activated: Buffer,
     splits: Splits,
@@ -107,14 +105,12 @@ impl Stack {
             normed: gpu.allocate(element * max_width * hidden)?,
             qkv: gpu.allocate(element * max_width * (q + 2 * kv))?,
             mixed: gpu.allocate(element * max_width * q)?,
-            delta: gpu.allocate(4 * max_width * hidden)?,
             gate_up: gpu.allocate(element * max_width * 2 * intermediate)?,
             activated: gpu.allocate(element * max_width * intermediate)?,
             splits: Splits::new(&gpu, heads, max_width)?,
         };
         Ok(Self {
             rope: gpu.upload(&rope)?,
-            positions,
             cache: gpu.allocate(element * 2 * layers.len() * cache_rows * kv)?,
             cache_rows,
             gpu,
@@ -142,15 +138,43 @@ impl Stack {
         self.scratch.normed.pointer()
     }
 
-    /// Address of the keys and of the values of a layer.
-    pub(super) fn planes(&self, layer: usize) -> (CUdeviceptr, CUdeviceptr) {
+    /// How a layer treats queries and keys; `skipped` elements of its bias are left out.
+    fn rope_store(&self, layer: usize, skipped: usize) -> RopeStore<'_> {
         let plane = self.row_bytes() * self.cache_rows;
-        (self.cache.at(2 * layer * plane), self.cache.at((2 * layer + 1) * plane))
+        let Layer { qkv_bias, qk_norm, .. } = &self.layers[layer];
+        let offset = skipped * self.dtype().size_in_bytes();
+        RopeStore {
+            bias: qkv_bias.as_ref().map(|bias| bias.at(offset)),
+            norms: qk_norm.as_ref().map(|(q, k)| (q.pointer(), k.pointer())),
+            eps: self.eps,
+            rope: &self.rope,
+            keys: self.cache.at(2 * layer * plane),
+            values: self.cache.at((2 * layer + 1) * plane),
+        }
     }
 
-    /// The weights of a layer's key norm, if it has any.
-    pub(super) fn norms(&self, layer: usize) -> Option<(CUdeviceptr, CUdeviceptr)> {
-        self.layers[layer].qk_norm.as_ref().map(|(q, k)| (q.pointer(), k.pointer()))
+    /// Asks for the keys and values of rows that others attend to but that do not attend themselves: `x` is `[rows,
+    /// hidden]`, `kv` memory for `[rows, keys and values]`.
+    pub(super) fn write_context(
+        &self,
+        layer: usize,
+        inputs: &Inputs,
+        x: CUdeviceptr,
+        kv: &Buffer,
+    ) -> Result<()> {
+        let (q_size, heads) = (self.heads.q_size(), Heads { query: 0, ..self.heads });
+        let shape = Product {
+            rows: inputs.rows,
+            inputs: self.hidden,
+            outputs: 2 * heads.kv_size(),
+            skipped: q_size,
+            dtype: self.dtype(),
+            y_dtype: self.dtype(),
+            add: false,
+        };
+        self.gpu.product(x, &self.layers[layer].qkv, kv, shape)?;
+        let how = self.rope_store(layer, q_size);
+        self.kernels.rope_store(&self.gpu, inputs, kv.pointer(), heads, &how)
     }
 
     fn row_bytes(&self) -> usize {
@@ -168,22 +192,14 @@ impl Stack {
         kernels.embed_norm(gpu, inputs, table, &scratch.residual, first, &scratch.normed, hidden)?;
         for (index, layer) in self.layers.iter().enumerate() {
             self.product(rows, Weight::Qkv(layer))?;
-            let (keys, values) = self.planes(index);
-            let how = RopeStore {
-                bias: layer.qkv_bias.as_ref(),
-                norms: self.norms(index),
-                eps,
-                rope: &self.rope,
-                keys,
-                values,
-            };
+            let how = self.rope_store(index, 0);
             kernels.rope_store(gpu, inputs, scratch.qkv.pointer(), self.heads, &how)?;
+            let (keys, values) = (how.keys, how.values);
             let (qkv, mixed, splits) = (&scratch.qkv, &scratch.mixed, &scratch.splits);
             kernels.attend(gpu, inputs, self.heads, qkv, (keys, values), mixed, splits)?;
             self.product(rows, Weight::O(layer))?;
-            let (delta, residual) = (&scratch.delta, Some(&scratch.residual));
-            let post = (&layer.post_norm, eps);
-            kernels.add_norm(gpu, rows, delta, residual, post, &scratch.normed, None, hidden)?;
+            let (residual, normed) = (&scratch.residual, &scratch.normed);
+            kernels.norm(gpu, rows, residual, (&layer.post_norm, eps), normed, None, hidden)?;
             self.product(rows, Weight::GateUp(layer))?;
             let (gate_up, activated) = (&scratch.gate_up, &scratch.activated);
             kernels.silu_mul(gpu, rows, gate_up, activated, self.intermediate)?;
@@ -193,7 +209,7 @@ impl Stack {
                 (taps.rows.at(offset), taps.layers.len() * hidden)
             });
             let next = (norm(index + 1), eps);
-            kernels.add_norm(gpu, rows, delta, residual, next, &scratch.normed, tap, hidden)?;
+            kernels.norm(gpu, rows, residual, next, normed, tap, hidden)?;
         }
         Ok(())
     }
@@ -217,20 +233,22 @@ impl Stack {
         let s = &self.scratch;
         let dtype = self.dtype();
         let (hidden, intermediate, q) = (self.hidden, self.intermediate, self.heads.q_size());
-        // What is added to the residual stream comes as f32.
+        // What goes to the residual stream is added to it, as f32.
         let (x, w, y, inputs, outputs, y_dtype) = match weight {
             Weight::Qkv(layer) => {
                 (&s.normed, &layer.qkv, &s.qkv, hidden, q + 2 * self.heads.kv_size(), dtype)
             }
-            Weight::O(layer) => (&s.mixed, &layer.o, &s.delta, q, hidden, DType::F32),
+            Weight::O(layer) => (&s.mixed, &layer.o, &s.residual, q, hidden, DType::F32),
             Weight::GateUp(layer) => {
                 (&s.normed, &layer.gate_up, &s.gate_up, hidden, 2 * intermediate, dtype)
             }
             Weight::Down(layer) => {
-                (&s.activated, &layer.down, &s.delta, intermediate, hidden, DType::F32)
+                (&s.activated, &layer.down, &s.residual, intermediate, hidden, DType::F32)
             }
         };
-        self.gpu.product(x.pointer(), w, y, Product { rows, inputs, outputs, dtype, y_dtype })
+        let add = std::ptr::eq(y, &s.residual);
+        let shape = Product { rows, inputs, outputs, skipped: 0, dtype, y_dtype, add };
+        self.gpu.product(x.pointer(), w, y, shape)
     }
 
     /// Makes the rows of `slots` of the pass that began at cache row `start` the rows from `start` on.

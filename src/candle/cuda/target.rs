@@ -221,6 +221,11 @@ impl CudaTarget {
         })
     }
 
+    /// The layers whose outputs are captured.
+    pub fn taps(&self) -> &[usize] {
+        &self.taps
+    }
+
     /// The two greatest logits of a row of the last pass and their log-probabilities, greatest first: how near a pick
     /// was to another.
     ///
@@ -269,8 +274,10 @@ impl CudaTarget {
             rows: width,
             inputs: self.shared.hidden,
             outputs: self.shared.vocab_size,
+            skipped: 0,
             dtype: self.stack.dtype(),
             y_dtype: DType::F32,
+            add: false,
         };
         self.stack.gpu.product(self.stack.output(), &self.shared.lm_head, &self.logits, shape)
     }

@@ -14,7 +14,15 @@ constexpr float LOG2_E = 1.4426950408889634f;
 
 constexpr int WARPS = 4;
 constexpr int TILE_ROWS = 16 * WARPS;
-constexpr int MAX_SPLITS = 32;
+
+template <int D> constexpr int KEYS_PER_TILE = D <= 128 ? 64 : 32;
+
+// Splits that have keys, and the tiles that each of them takes.
+__device__ __forceinline__ int active_splits(int keys, int tile, int splits, int &per_split) {
+    int tiles = (keys + tile - 1) / tile;
+    per_split = (tiles + splits - 1) / splits;
+    return (tiles + per_split - 1) / per_split;
+}
 
 __device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
 
@@ -73,13 +81,12 @@ __device__ __forceinline__ float quad_sum(float x) {
 // of pass row `r / group`. Grid (tiles of TILE_ROWS query rows, KV heads, splits); 128 threads.
 //
 // A split takes a run of key tiles; splits beyond the keys there are do nothing. With more than one, each leaves its
-// unnormalised sum in `partial` and (max, sum) in `norms`, and the last to finish a tile merges them. `counters` has
-// one zero per tile and KV head.
+// unnormalised sum in `partial` and (max, sum) in `norms` for `merge`.
 template <typename T, int D>
 __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_cache, T *out, float *partial,
-                       float2 *norms, unsigned *counters, const uint32_t *prefix, const uint64_t *mask, int mask_words,
-                       int width, int group, float scale) {
-    constexpr int KEYS = D <= 128 ? 64 : 32;
+                       float2 *norms, const uint32_t *prefix, const uint64_t *mask, int mask_words, int width, int group,
+                       float scale) {
+    constexpr int KEYS = KEYS_PER_TILE<D>;
     constexpr int STRIDE = D + 8; // rows start 16 bytes apart modulo 128: no bank conflicts
     __shared__ __align__(16) T k_tile[KEYS * STRIDE];
     __shared__ __align__(16) T v_tile[KEYS * STRIDE];
@@ -87,8 +94,7 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
     int kv_heads = gridDim.y, kv_head = blockIdx.y, splits = gridDim.z;
     int before = *prefix, keys = before + width;
     int tiles = (keys + KEYS - 1) / KEYS;
-    int per_split = (tiles + splits - 1) / splits;
-    int active = (tiles + per_split - 1) / per_split;
+    int per_split, active = active_splits(keys, KEYS, splits, per_split);
     int split = blockIdx.z;
     if (split >= active)
         return;
@@ -236,39 +242,37 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
         if (t == 0)
             norms[at(split, row[i])] = make_float2(top[i], sum[i]);
     }
-    if (!last_block(counters + kv_head * gridDim.x + blockIdx.x, active))
-        return;
+}
 
-    float *weights = reinterpret_cast<float *>(k_tile); // MAX_SPLITS * TILE_ROWS
-    static_assert(sizeof(k_tile) >= MAX_SPLITS * TILE_ROWS * sizeof(float), "weights fit");
-    int here = min(TILE_ROWS, rows - tile_row);
-    if (threadIdx.x < here) {
-        int r = tile_row + threadIdx.x;
-        float all = NEG_INF, total = 0.0f;
-        for (int s = 0; s < active; ++s)
-            all = fmaxf(all, __ldcg(norms + at(s, r)).x);
-        for (int s = 0; s < active; ++s) {
-            float2 norm = __ldcg(norms + at(s, r));
-            float weight = exp2f(norm.x - all);
-            weights[s * TILE_ROWS + threadIdx.x] = weight;
-            total += weight * norm.y;
-        }
-        for (int s = 0; s < active; ++s)
-            weights[s * TILE_ROWS + threadIdx.x] /= total;
+// Merges what the splits left, if there is more than one. D / 4 threads per query row, 128 threads a block.
+template <typename T, int D>
+__device__ void merge(const float *partial, const float2 *norms, T *out, const uint32_t *prefix, int width, int group,
+                      int splits, int padded) {
+    constexpr int ROWS = 128 / (D / 4);
+    int kv_heads = gridDim.y, kv_head = blockIdx.y;
+    int per_split, active = active_splits(*prefix + width, KEYS_PER_TILE<D>, splits, per_split);
+    int row = blockIdx.x * ROWS + threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
+    if (active == 1 || row >= width * group)
+        return;
+    size_t step = (size_t)kv_heads * padded;
+    norms += (size_t)kv_head * padded + row;
+    partial += ((size_t)kv_head * padded + row) * D + column;
+    float top = NEG_INF, sum = 0.0f;
+#pragma unroll 8
+    for (int s = 0; s < active; ++s)
+        top = fmaxf(top, norms[s * step].x);
+    float4 x = make_float4(0, 0, 0, 0);
+#pragma unroll 8
+    for (int s = 0; s < active; ++s) {
+        float2 norm = norms[s * step];
+        float4 y = *reinterpret_cast<const float4 *>(partial + s * step * D);
+        float weight = exp2f(norm.x - top);
+        sum += weight * norm.y;
+        x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
     }
-    __syncthreads();
-    for (int i = threadIdx.x; i < here * (D / 4); i += 32 * WARPS) {
-        int r = i / (D / 4), column = i % (D / 4) * 4;
-        float4 x = make_float4(0, 0, 0, 0);
-#pragma unroll 4
-        for (int s = 0; s < active; ++s) {
-            float weight = weights[s * TILE_ROWS + r];
-            float4 y = __ldcg(reinterpret_cast<const float4 *>(partial + at(s, tile_row + r) * D + column));
-            x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
-        }
-        int row = tile_row + r;
-        store4(out + ((size_t)(row / group) * kv_heads * group + kv_head * group + row % group) * D + column, x);
-    }
+    float scale = 1.0f / sum;
+    store4(out + ((size_t)(row / group) * kv_heads * group + kv_head * group + row % group) * D + column,
+           make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale));
 }
 
 // ---- f32: one block per row and head, for exact comparison ----
@@ -326,10 +330,15 @@ __device__ void attend_f32(const float *q, int q_stride, const float *k_cache, c
 #define KERNEL(T, D)                                                                                                   \
     extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                           \
         attend_##D##_##T(const T *q, int q_stride, const T *k_cache, const T *v_cache, T *out, float *partial,         \
-                         float2 *norms, unsigned *counters, const uint32_t *prefix, const uint64_t *mask,              \
-                         int mask_words, int width, int group, float scale) {                                          \
-        attend<T, D>(q, q_stride, k_cache, v_cache, out, partial, norms, counters, prefix, mask, mask_words, width,    \
-                     group, scale);                                                                                    \
+                         float2 *norms, const uint32_t *prefix, const uint64_t *mask, int mask_words, int width,       \
+                         int group, float scale) {                                                                     \
+        attend<T, D>(q, q_stride, k_cache, v_cache, out, partial, norms, prefix, mask, mask_words, width, group,       \
+                     scale);                                                                                           \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(128)                                                                  \
+        merge_##D##_##T(const float *partial, const float2 *norms, T *out, const uint32_t *prefix, int width,          \
+                        int group, int splits, int padded) {                                                           \
+        merge<T, D>(partial, norms, out, prefix, width, group, splits, padded);                                        \
     }
 #define KERNEL_F32(D)                                                                                                  \
     extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                           \

@@ -1,5 +1,5 @@
 // The residual stream, and the norms that read it. The stream is f32 in every model: outlier channels of real
-// checkpoints exceed what f16 holds, and a bf16 sum loses what small updates add.
+// checkpoints exceed what f16 holds, and a bf16 sum loses what small updates add. Matrix products add to it themselves.
 //
 // One block per row; `size` is a multiple of 4 and at most 16 * blockDim.x.
 
@@ -45,11 +45,9 @@ __device__ void embed_norm(const uint32_t *tokens, const T *table, float *residu
     finish(x, weight, eps, out + row * size, size);
 }
 
-// residual += delta, out = norm of the residual. `tap`, unless null, gets the residual as well: row `r` of it
-// starts at `tap + r * tap_stride`. `residual` may be null: then the norm is that of `delta` alone.
+// out = norm of the row. `tap`, unless null, gets the row as it is: row `r` of it starts at `tap + r * tap_stride`.
 template <typename T>
-__device__ void add_norm(const float *delta, float *residual, const float *weight, float eps, T *out, T *tap,
-                         int tap_stride, int size) {
+__device__ void norm(const float *rows, const float *weight, float eps, T *out, T *tap, int tap_stride, int size) {
     size_t row = blockIdx.x;
     float4 x[MAX_CHUNKS];
 #pragma unroll
@@ -57,12 +55,7 @@ __device__ void add_norm(const float *delta, float *residual, const float *weigh
         int i = 4 * (c * blockDim.x + threadIdx.x);
         x[c] = make_float4(0, 0, 0, 0);
         if (i < size) {
-            x[c] = load4(delta + row * size + i);
-            if (residual) {
-                float4 r = load4(residual + row * size + i);
-                x[c] = make_float4(x[c].x + r.x, x[c].y + r.y, x[c].z + r.z, x[c].w + r.w);
-                store4(residual + row * size + i, x[c]);
-            }
+            x[c] = load4(rows + row * size + i);
             if (tap)
                 store4(tap + row * tap_stride + i, x[c]);
         }
@@ -88,9 +81,9 @@ template <typename T> __device__ void silu_mul(const T *gate_up, T *out, int siz
                                               const float *weight, float eps, T *out, int size) {                      \
         embed_norm<T>(tokens, table, residual, weight, eps, out, size);                                                \
     }                                                                                                                  \
-    extern "C" __global__ void add_norm_##T(const float *delta, float *residual, const float *weight, float eps,       \
-                                            T *out, T *tap, int tap_stride, int size) {                                \
-        add_norm<T>(delta, residual, weight, eps, out, tap, tap_stride, size);                                         \
+    extern "C" __global__ void norm_##T(const float *rows, const float *weight, float eps, T *out, T *tap,             \
+                                        int tap_stride, int size) {                                                    \
+        norm<T>(rows, weight, eps, out, tap, tap_stride, size);                                                        \
     }                                                                                                                  \
     extern "C" __global__ void silu_mul_##T(const T *gate_up, T *out, int size) { silu_mul<T>(gate_up, out, size); }
 

@@ -25,7 +25,7 @@ pub enum Error {
     /// cuBLAS failed.
     #[cfg(feature = "cuda")]
     #[error("cuBLAS: {0}")]
-    Cublas(#[from] cudarc::cublas::result::CublasError),
+    Cublas(#[from] cudarc::cublaslt::result::CublasError),
 
     /// A library that GPUs need is not installed.
     #[cfg(feature = "cuda")]

@@ -1,4 +1,4 @@
-//! A GPU as this backend uses it: one stream, one cuBLAS handle, memory that is allocated once.
+//! A GPU as this backend uses it: one stream, and memory that is allocated once.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -6,19 +6,15 @@ use std::marker::PhantomData;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use candle_core::DType;
-use cudarc::cublas::{self, sys as blas};
+use cudarc::cublaslt;
 use cudarc::driver::{
     CudaContext, CudaFunction, CudaGraph, CudaModule, CudaStream, result,
     sys::{self, CUdeviceptr},
 };
 use cudarc::nvrtc::Ptx;
 
+use super::products::{Products, WORKSPACE};
 use crate::candle::{Error, Result};
-
-/// cuBLAS allocates nothing while it works within its workspace, so that products can be captured. Hopper's kernels
-/// want 32 MiB.
-const WORKSPACE: usize = 32 << 20;
 
 /// A GPU. Clones are handles to the same one; everything made from it runs in one stream, in the order in which it
 /// was asked for.
@@ -28,7 +24,7 @@ const WORKSPACE: usize = 32 << 20;
 pub struct Gpu(Rc<Inner>);
 
 struct Inner {
-    blas: blas::cublasHandle_t,
+    products: Products,
     modules: Modules,
     stream: Arc<CudaStream>,
     context: Arc<CudaContext>,
@@ -57,7 +53,7 @@ impl Gpu {
     /// No driver, no cuBLAS or no such GPU; one older than compute capability 8.0.
     pub fn new(ordinal: usize) -> Result<Self> {
         // SAFETY: these open the libraries and close them again.
-        let (driver, cublas) = unsafe { (sys::is_culib_present(), blas::is_culib_present()) };
+        let (driver, cublas) = unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
         if !driver || !cublas {
             return Err(Error::NoCuda { library: if driver { "cuBLAS" } else { "the CUDA driver" } });
         }
@@ -76,16 +72,10 @@ impl Gpu {
             rope: module!(context, "rope"),
             select: module!(context, "select"),
         };
-        let blas = cublas::result::create_handle()?;
+        let products = Products::new()?;
         // SAFETY: plain allocation; freed in `drop`.
         let workspace = unsafe { result::malloc_sync(WORKSPACE)? };
-        let gpu = Self(Rc::new(Inner { blas, modules, stream, context, workspace }));
-        // SAFETY: handle, stream and workspace live as long as each other.
-        unsafe {
-            cublas::result::set_stream(blas, gpu.0.stream.cu_stream() as *mut _)?;
-            blas::cublasSetWorkspace_v2(blas, workspace as *mut c_void, WORKSPACE).result()?;
-        }
-        Ok(gpu)
+        Ok(Self(Rc::new(Inner { products, modules, stream, context, workspace })))
     }
 
     /// Its name.
@@ -108,6 +98,20 @@ impl Gpu {
     pub(super) fn multiprocessors(&self) -> Result<usize> {
         let count = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         Ok(self.0.context.attribute(count)? as usize)
+    }
+
+    /// Makes this GPU the thread's.
+    pub(super) fn bind(&self) -> Result<()> {
+        Ok(self.0.context.bind_to_thread()?)
+    }
+
+    pub(super) fn products(&self) -> &Products {
+        &self.0.products
+    }
+
+    /// The memory that products may use, and the stream.
+    pub(super) fn workspace(&self) -> (CUdeviceptr, sys::CUstream) {
+        (self.0.workspace, self.0.stream.cu_stream())
     }
 
     pub(super) fn modules(&self) -> &Modules {
@@ -217,44 +221,6 @@ impl Gpu {
         Ok(unsafe { result::launch_kernel(function.cu_function(), grid, block, 0, stream, parameters)? })
     }
 
-    /// Asks for `y = x w^T`, or `y += x w^T`: `x` is `[rows, inputs]`, `w` `[outputs, inputs]`, both of type `dtype`, `y` `[rows,
-    /// outputs]` of type `y_dtype`. Sums are f32.
-    pub(super) fn product(&self, x: CUdeviceptr, w: &Buffer, y: &Buffer, shape: Product) -> Result<()> {
-        let Product { rows, inputs, outputs, skipped, dtype, y_dtype, add } = shape;
-        let row_bytes = inputs * dtype.size_in_bytes();
-        assert!((skipped + outputs) * row_bytes <= w.bytes, "the weight has its shape");
-        assert!(rows * outputs * y_dtype.size_in_bytes() <= y.bytes, "the result fits");
-        let (one, old) = (1.0f32, if add { 1.0f32 } else { 0.0 });
-        let size = |n: usize| n as i32;
-        self.0.context.bind_to_thread()?;
-        // SAFETY: shapes were checked against `w` and `y`; `x` has the rows that `y` is asked for. cuBLAS counts
-        // columns first, so it is told to compute `y^T = w x^T`.
-        unsafe {
-            cublas::result::gemm_ex(
-                self.0.blas,
-                blas::cublasOperation_t::CUBLAS_OP_T,
-                blas::cublasOperation_t::CUBLAS_OP_N,
-                size(outputs),
-                size(rows),
-                size(inputs),
-                (&raw const one).cast(),
-                w.at(skipped * row_bytes) as *const c_void,
-                data_type(dtype),
-                size(inputs),
-                x as *const c_void,
-                data_type(dtype),
-                size(inputs),
-                (&raw const old).cast(),
-                y.pointer as *mut c_void,
-                data_type(y_dtype),
-                size(outputs),
-                blas::cublasComputeType_t::CUBLAS_COMPUTE_32F,
-                blas::cublasGemmAlgo_t::CUBLAS_GEMM_DEFAULT,
-            )?;
-        }
-        Ok(())
-    }
-
     /// Captures what `work` asks for as a graph instead of doing it. `work` must have been done once before:
     /// libraries set themselves up on first use, which cannot be captured.
     pub(super) fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
@@ -292,31 +258,8 @@ impl Drop for Inner {
         unsafe {
             let _ = self.context.bind_to_thread();
             let _ = self.stream.synchronize();
-            let _ = cublas::result::destroy_handle(self.blas);
             let _ = result::free_sync(self.workspace);
         }
-    }
-}
-
-/// Sizes and types of a product.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Product {
-    pub(super) rows: usize,
-    pub(super) inputs: usize,
-    pub(super) outputs: usize,
-    /// Rows at the beginning of the weight that are left out.
-    pub(super) skipped: usize,
-    pub(super) dtype: DType,
-    pub(super) y_dtype: DType,
-    /// Whether the product is added to what is there.
-    pub(super) add: bool,
-}
-
-fn data_type(dtype: DType) -> blas::cudaDataType {
-    match dtype {
-        DType::BF16 => blas::cudaDataType_t::CUDA_R_16BF,
-        DType::F16 => blas::cudaDataType_t::CUDA_R_16F,
-        _ => blas::cudaDataType_t::CUDA_R_32F,
     }
 }
 

@@ -1,13 +1,13 @@
 //! The DFlash drafter on a GPU.
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
 use candle_core::DType;
 
-use super::device::{Buffer, Graph, Pinned, Product};
+use super::device::{Buffer, Graph, Pinned};
 use super::kernels::{Kernels, MAX_TOP_K, TopK};
+use super::products::Product;
 use super::stack::{PassInput, Stack, TapInto, padded};
 use super::target::Shared;
 use super::weights::{Loader, Source, check};
@@ -34,7 +34,7 @@ pub struct CudaDFlash {
     block: PassInput,
     ids: Pinned<u32>,
     log_probs: Pinned<f32>,
-    draft: RefCell<Option<Graph>>,
+    draft: Option<Graph>,
     observe: BTreeMap<usize, Graph>,
     start: usize,
     len: usize,
@@ -115,7 +115,7 @@ impl CudaDFlash {
             block: PassInput::new(gpu, width)?,
             ids: gpu.pinned(depths * MAX_TOP_K)?,
             log_probs: gpu.pinned(depths * MAX_TOP_K)?,
-            draft: RefCell::default(),
+            draft: None,
             observe: BTreeMap::new(),
             stack,
             shared,
@@ -234,15 +234,14 @@ impl Drafter<CudaTaps> for CudaDFlash {
             let rows = positions.map(|position| (0, position));
             self.context.input.write(&gpu, width, row, rows, |_, _| {})?;
             gpu.copy(block.buffer().pointer(), &self.context.taps, block.rows * row_bytes)?;
-            match self.observe.get(&width) {
-                Some(graph) => graph.launch()?,
-                None => {
-                    self.observe_pass(width)?;
-                    gpu.synchronize()?;
-                    let graph = gpu.capture(|| self.observe_pass(width))?;
-                    self.observe.insert(width, graph);
-                }
+            if !self.observe.contains_key(&width) {
+                // Measures products and loads kernels, which cannot be captured.
+                self.observe_pass(width)?;
+                gpu.synchronize()?;
+                let graph = gpu.capture(|| self.observe_pass(width))?;
+                self.observe.insert(width, graph);
             }
+            self.observe[&width].launch()?;
             row += block.rows;
         }
         self.len = row;
@@ -276,19 +275,15 @@ impl Drafter<CudaTaps> for CudaDFlash {
         self.block.write(&gpu, width, self.len, rows, |_, words| {
             (0..block_size).for_each(|slot| words[slot / 64] |= 1 << (slot % 64));
         })?;
-        let mut draft = self.draft.borrow_mut();
-        match &*draft {
-            Some(graph) => {
-                graph.launch()?;
-                gpu.synchronize()?;
-            }
-            None => {
-                self.draft_pass(width)?;
-                gpu.synchronize()?;
-                *draft = Some(gpu.capture(|| self.draft_pass(width))?);
-            }
+        if self.draft.is_none() {
+            self.draft_pass(width)?;
+            gpu.synchronize()?;
+            self.draft = Some(gpu.capture(|| self.draft_pass(width))?);
         }
-        drop(draft);
+        if let Some(draft) = &self.draft {
+            draft.launch()?;
+        }
+        gpu.synchronize()?;
         self.block.landed();
         self.context.input.landed();
         let (k, wanted) = (self.top_k.k(), request.top_k().min(self.top_k.k()));

@@ -128,9 +128,9 @@ impl Splits {
     }
 }
 
-/// Splits of the keys: enough blocks for two on every multiprocessor.
+/// Splits of the keys: enough blocks for three on every multiprocessor.
 fn splits(multiprocessors: usize, kv_heads: usize, tiles: usize) -> usize {
-    (2 * multiprocessors / (kv_heads * tiles)).clamp(1, MAX_SPLITS)
+    (3 * multiprocessors / (kv_heads * tiles)).clamp(1, MAX_SPLITS)
 }
 
 impl Kernels {

@@ -10,6 +10,7 @@
 mod device;
 mod drafter;
 mod kernels;
+mod products;
 mod roofline;
 mod stack;
 mod target;

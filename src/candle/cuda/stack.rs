@@ -3,8 +3,9 @@
 use candle_core::DType;
 use cudarc::driver::sys::CUdeviceptr;
 
-use super::device::{Buffer, Gpu, Pinned, Product};
+use super::device::{Buffer, Gpu, Pinned};
 use super::kernels::{Heads, Inputs, Kernels, Path, RopeStore, Splits};
+use super::products::Product;
 use super::weights::Loader;
 use crate::candle::{DecoderConfig, Error, Result};
 

@@ -6,8 +6,9 @@ use std::rc::Rc;
 
 use candle_core::DType;
 
-use super::device::{Buffer, Gpu, Graph, Pinned, Product};
+use super::device::{Buffer, Gpu, Graph, Pinned};
 use super::kernels::{Argmax, Kernels, MAX_SLOTS, Path, TopK};
+use super::products::Product;
 use super::stack::{PassInput, Stack, TapInto, padded};
 use super::weights::{Loader, Source, check};
 use crate::candle::{DecoderConfig, Error, Result, Weights};
@@ -285,18 +286,15 @@ impl CudaTarget {
     /// Runs what `self.input` holds and waits for it.
     fn run(&mut self, width: usize) -> Result<()> {
         let gpu = &self.stack.gpu;
-        match self.graphs.get(&width) {
-            Some(graph) => {
-                graph.launch()?;
-                gpu.synchronize()?;
-            }
-            None => {
-                self.pass(width)?;
-                gpu.synchronize()?;
-                let graph = gpu.capture(|| self.pass(width))?;
-                self.graphs.insert(width, graph);
-            }
+        if !self.graphs.contains_key(&width) {
+            // Measures products and loads kernels, which cannot be captured.
+            self.pass(width)?;
+            gpu.synchronize()?;
+            let graph = gpu.capture(|| self.pass(width))?;
+            self.graphs.insert(width, graph);
         }
+        self.graphs[&width].launch()?;
+        gpu.synchronize()?;
         self.input.landed();
         Ok(())
     }

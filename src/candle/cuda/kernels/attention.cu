@@ -77,6 +77,15 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
 }
 
+// The 64 bits of a mask row from row `first` of the pass on. Rows before the pass are committed: all see them.
+__device__ __forceinline__ uint64_t tile_mask(const uint64_t *row, int words, int first) {
+    if (first < 0)
+        return row[0] << -first | ((1ull << -first) - 1);
+    int word = first / 64, bit = first % 64;
+    uint64_t low = word < words ? row[word] >> bit : 0;
+    return bit && word + 1 < words ? low | row[word + 1] << (64 - bit) : low;
+}
+
 // Queries of the heads that share a KV head are stacked: query row `r` of KV head `h` is head `h * group + r % group`
 // of pass row `r / group`. Grid (tiles of TILE_ROWS query rows, KV heads, splits); 128 threads.
 //
@@ -159,19 +168,19 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
             load_tile(k_tile, k_cache, tile + 1);
         commit_copies();
 
+        // Bit `n` of a row says whether it sees key `n` of the tile.
         bool masked = (tile + 1) * KEYS > before;
+        uint64_t seen[2];
+        for (int i = 0; i < 2; ++i)
+            seen[i] = masked ? tile_mask(mask_row[i], mask_words, tile * KEYS - before) : 0;
         float tile_top[2] = {NEG_INF, NEG_INF};
 #pragma unroll
         for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
                 s[n][c] *= scale2;
-                if (masked) {
-                    int j = tile * KEYS + 8 * n + 2 * t + c % 2 - before;
-                    bool visible = j < 0 || (j < width && mask_row[c / 2][j / 64] >> (j % 64) & 1);
-                    if (!visible)
-                        s[n][c] = NEG_INF;
-                }
+                if (masked && !(seen[c / 2] >> (8 * n + 2 * t + c % 2) & 1))
+                    s[n][c] = NEG_INF;
                 tile_top[c / 2] = fmaxf(tile_top[c / 2], s[n][c]);
             }
         float shift[2];
@@ -328,7 +337,7 @@ __device__ void attend_f32(const float *q, int q_stride, const float *k_cache, c
 }
 
 #define KERNEL(T, D)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(32 * WARPS)                                                           \
+    extern "C" __global__ void __launch_bounds__(32 * WARPS, D <= 128 ? 3 : 1)                                         \
         attend_##D##_##T(const T *q, int q_stride, const T *k_cache, const T *v_cache, T *out, float *partial,         \
                          float2 *norms, const uint32_t *prefix, const uint64_t *mask, int mask_words, int width,       \
                          int group, float scale) {                                                                     \

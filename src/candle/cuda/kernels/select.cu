@@ -69,14 +69,43 @@ __device__ void find_digit(const int *histogram, int rank, int *digit, int *abov
     }
 }
 
+// The `rank`-th greatest of all threads' 48-bit keys `key(0)` to `key(N - 1)`, digit by digit.
+template <int N, typename Key> __device__ uint64_t kth_greatest(Key key, int rank) {
+    __shared__ int histogram[256];
+    __shared__ int digit, above;
+    int t = threadIdx.x;
+    uint64_t found = 0;
+    for (int shift = 40; shift >= 0; shift -= 8) {
+        if (t < 256)
+            histogram[t] = 0;
+        __syncthreads();
+#pragma unroll 1
+        for (int j = 0; j < N; ++j) {
+            bool match = (key(j) ^ found) >> (shift + 8) == 0;
+            // The leading digits of logits are nearly all the same: one addition for the lanes that agree.
+            unsigned bin = match ? (unsigned)(key(j) >> shift) & 255 : 256;
+            unsigned peers = __match_any_sync(FULL_WARP, bin);
+            if (match && t % 32 == __ffs(peers) - 1)
+                atomicAdd(histogram + bin, __popc(peers));
+        }
+        __syncthreads();
+        if (t < 32)
+            find_digit(histogram, rank, &digit, &above);
+        __syncthreads();
+        found |= (uint64_t)digit << shift;
+        rank -= above;
+        __syncthreads();
+    }
+    return found;
+}
+
 // Log-probabilities and ids of the `k` best entries of each row, best first. Grid (slices, rows); a slice is SLICE
 // entries, and slices * k is at most MAX_CANDIDATES. `candidates` has slices * k entries a row, `norms` one (max, sum
 // of exponentials) a slice, `counters` one zero a row.
 template <typename T>
 __device__ void top_k(const T *logits, uint64_t *candidates, float2 *norms, unsigned *counters, uint32_t *ids,
                       float *log_probs, int size, int k) {
-    __shared__ int histogram[256];
-    __shared__ int digit, above, taken;
+    __shared__ int taken;
     __shared__ uint64_t sorted[MAX_CANDIDATES];
     __shared__ float parts[THREADS / 32];
     int row = blockIdx.y, slices = gridDim.x, t = threadIdx.x;
@@ -109,31 +138,37 @@ __device__ void top_k(const T *logits, uint64_t *candidates, float2 *norms, unsi
     if (t == 0)
         norms[row * slices + blockIdx.x] = make_float2(greatest, sum);
 
-    // The k-th greatest of the slice's unique 48-bit keys (value, then local index downwards), digit by digit.
+    // Unique 48-bit keys: the value, then the local index downwards.
     auto full = [&](int j) { return (uint64_t)keys[j] << 16 | (uint16_t)~(j * THREADS + t); };
-    uint64_t threshold = 0;
-    int rank = k;
-    for (int shift = 40; shift >= 0; shift -= 8) {
-        if (t < 256)
-            histogram[t] = 0;
-        __syncthreads();
+    uint64_t best = 0;
 #pragma unroll
-        for (int j = 0; j < PER_THREAD; ++j) {
-            uint64_t key = full(j);
-            bool match = (key ^ threshold) >> (shift + 8) == 0;
-            // The leading digits of logits are nearly all the same: one addition for the lanes that agree.
-            unsigned bin = match ? (unsigned)(key >> shift) & 255 : 256;
-            unsigned peers = __match_any_sync(FULL_WARP, bin);
-            if (match && t % 32 == __ffs(peers) - 1)
-                atomicAdd(histogram + bin, __popc(peers));
+    for (int j = 0; j < PER_THREAD; ++j)
+        best = max(best, full(j));
+    // At least k entries reach the k-th greatest of the threads' best: few more, as a rule.
+    uint64_t threshold = kth_greatest<1>([&](int) { return best; }, k);
+    if (t == 0)
+        taken = 0;
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < PER_THREAD; ++j)
+        if (full(j) >= threshold) {
+            int at = atomicAdd(&taken, 1);
+            if (at < THREADS)
+                sorted[at] = full(j);
         }
-        __syncthreads();
-        if (t < 32)
-            find_digit(histogram, rank, &digit, &above);
-        __syncthreads();
-        threshold |= (uint64_t)digit << shift;
-        rank -= above;
-        __syncthreads();
+    __syncthreads();
+    int reached = taken;
+    if (reached <= THREADS) {
+        uint64_t one = t < reached ? sorted[t] : 0;
+        threshold = kth_greatest<1>([&](int) { return one; }, k);
+    } else {
+        // Read again: registers for a rare case would halve the blocks that run at once.
+        auto again = [&](int j) {
+            int at = j * THREADS + t;
+            uint64_t key = first + at < size ? order(to_f32(logits[first + at])) : 0;
+            return key << 16 | (uint16_t)~at;
+        };
+        threshold = kth_greatest<PER_THREAD>(again, k);
     }
     if (t == 0)
         taken = 0;
@@ -153,21 +188,22 @@ __device__ void top_k(const T *logits, uint64_t *candidates, float2 *norms, unsi
         padded *= 2;
     for (int i = t; i < padded; i += THREADS)
         sorted[i] = i < count ? __ldcg(candidates + (size_t)row * count + i) : 0;
-    float all = NEG_INF;
-    for (int s = 0; s < slices; ++s)
+    float all = NEG_INF, total = 0.0f;
+    for (int s = t % 32; s < slices; s += 32)
         all = fmaxf(all, __ldcg(norms + row * slices + s).x);
-    float total = 0.0f;
-    for (int s = 0; s < slices; ++s) {
+    all = warp_max(all);
+    for (int s = t % 32; s < slices; s += 32) {
         float2 norm = __ldcg(norms + row * slices + s);
         if (norm.x > NEG_INF)
             total += norm.y * expf(norm.x - all);
     }
+    total = warp_sum(total);
     float log_sum = all + logf(total);
     for (int block = 2; block <= padded; block *= 2)
         for (int stride = block / 2; stride > 0; stride /= 2) {
             __syncthreads();
             for (int i = t; i < padded / 2; i += THREADS) {
-                int low = i / stride * stride * 2 + i % stride, high = low + stride;
+                int low = i + (i & -stride), high = low + stride;
                 uint64_t a = sorted[low], b = sorted[high];
                 if ((a < b) == ((low & block) == 0)) {
                     sorted[low] = b;
@@ -188,7 +224,7 @@ __device__ void top_k(const T *logits, uint64_t *candidates, float2 *norms, unsi
     extern "C" __global__ void argmax_##T(const T *logits, unsigned long long *best, int size) {                       \
         argmax<T>(logits, best, size);                                                                                 \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                           \
         top_k_##T(const T *logits, uint64_t *candidates, float2 *norms, unsigned *counters, uint32_t *ids,             \
                   float *log_probs, int size, int k) {                                                                 \
         top_k<T>(logits, candidates, norms, counters, ids, log_probs, size, k);                                        \

@@ -235,7 +235,7 @@ impl Drafter<CudaTaps> for CudaDFlash {
             self.context.input.write(&gpu, width, row, rows, |_, _| {})?;
             gpu.copy(block.buffer().pointer(), &self.context.taps, block.rows * row_bytes)?;
             if !self.observe.contains_key(&width) {
-                // Measures products and loads kernels, which cannot be captured.
+                // Loads kernels and plans products, which cannot be captured.
                 self.observe_pass(width)?;
                 gpu.synchronize()?;
                 let graph = gpu.capture(|| self.observe_pass(width))?;

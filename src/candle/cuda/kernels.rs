@@ -311,7 +311,7 @@ impl Kernels {
             )?;
             gpu.launch(
                 merge,
-                ((4 * rows * heads.size).div_ceil(16 * 128) as u32, heads.kv as u32, 1),
+                (rows.div_ceil(4) as u32, heads.kv as u32, 1),
                 (128, 1),
                 parameters!(partial, norms, out, prefix, width, group, count, padded),
             )

@@ -1,4 +1,4 @@
-//! Matrix products, each by the cuBLASLt algorithm that was measured to be the fastest for its shape.
+//! Matrix products, by cuBLASLt.
 
 use std::cell::RefCell;
 use std::collections::HashMap;
@@ -9,19 +9,10 @@ use cudarc::cublaslt::{result as lt, sys};
 use cudarc::driver::sys::CUdeviceptr;
 
 use super::device::{Buffer, Gpu};
-use crate::candle::{Error, Result};
+use crate::candle::Result;
 
 /// What algorithms may use besides their operands. Hopper's want up to 32 MiB.
 pub(super) const WORKSPACE: usize = 32 << 20;
-
-/// Algorithms that are tried per shape, in the order in which cuBLASLt recommends them.
-const CANDIDATES: usize = 12;
-
-/// Times that each is measured.
-const REPEATS: usize = 5;
-
-/// More than the second-level cache of any GPU: what is between two uses of the same weight in a pass.
-const FLUSH: usize = 128 << 20;
 
 /// `CUBLAS_OP_T`.
 const TRANSPOSED: i32 = 1;
@@ -40,7 +31,7 @@ pub(super) struct Product {
     pub(super) add: bool,
 }
 
-/// The library, and the algorithm of every shape seen.
+/// The library, and how it does every shape seen.
 pub(super) struct Products {
     handle: sys::cublasLtHandle_t,
     plans: RefCell<HashMap<Product, Plan>>,
@@ -71,9 +62,6 @@ impl Drop for Products {
 impl Gpu {
     /// Asks for `y = x w^T`, or `y += x w^T`: `x` is `[rows, inputs]`, `w` `[outputs, inputs]`, both of type `dtype`, `y`
     /// `[rows, outputs]` of type `y_dtype`. Sums are f32.
-    ///
-    /// A shape that comes up for the first time is measured, with these operands: `y` holds anything then if it is to
-    /// be added to. f32 shapes are not: there the same sums on every run are worth more.
     pub(super) fn product(
         &self,
         x: CUdeviceptr,
@@ -90,78 +78,37 @@ impl Gpu {
         let products = self.products();
         let mut plans = products.plans.borrow_mut();
         if !plans.contains_key(&shape) {
-            plans.insert(shape, Plan::fastest(self, products.handle, shape, operands)?);
+            plans.insert(shape, Plan::new(products.handle, shape)?);
         }
-        let plan = &plans[&shape];
-        plan.run(self, products.handle, operands, &plan.algorithms[0])
+        plans[&shape].run(self, products.handle, operands)
     }
 }
 
 /// How cuBLASLt does the products of one shape.
 struct Plan {
-    description: sys::cublasLtMatmulDesc_t,
-    layouts: [sys::cublasLtMatrixLayout_t; 3],
-    /// The best first.
-    algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
+    description: Description,
+    w: Layout,
+    x: Layout,
+    y: Layout,
+    algorithm: sys::cublasLtMatmulAlgo_t,
     add: bool,
 }
 
 impl Plan {
-    fn fastest(
-        gpu: &Gpu,
-        handle: sys::cublasLtHandle_t,
-        shape: Product,
-        operands: Operands,
-    ) -> Result<Self> {
-        let mut plan = Self::new(handle, shape)?;
-        if shape.dtype == DType::F32 || plan.algorithms.len() == 1 {
-            return Ok(plan);
-        }
-        let flush = gpu.allocate(FLUSH)?;
-        let mut timed = Vec::with_capacity(plan.algorithms.len());
-        for algorithm in &plan.algorithms {
-            plan.run(gpu, handle, operands, algorithm)?;
-            let mut times = Vec::with_capacity(REPEATS);
-            for _ in 0..REPEATS {
-                gpu.clear(&flush, FLUSH)?;
-                times.push(gpu.time(|| plan.run(gpu, handle, operands, algorithm))?);
-            }
-            times.sort_by(f64::total_cmp);
-            timed.push((times[REPEATS / 2], *algorithm));
-        }
-        timed.sort_by(|a, b| a.0.total_cmp(&b.0));
-        plan.algorithms = timed.into_iter().map(|(_, algorithm)| algorithm).collect();
-        Ok(plan)
-    }
-
     /// cuBLAS counts columns first, so it is told to compute `y^T = w x^T`.
     fn new(handle: sys::cublasLtHandle_t, shape: Product) -> Result<Self> {
         let Product { rows, inputs, outputs, dtype, y_dtype, .. } = shape;
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
-        let layout = |dtype, rows: usize, columns: usize| {
-            lt::create_matrix_layout(data_type(dtype), rows as u64, columns as u64, rows as i64)
-        };
-        let mut plan = Self {
-            description: lt::create_matmul_desc(compute, sys::cudaDataType_t::CUDA_R_32F)?,
-            layouts: [
-                layout(dtype, inputs, outputs)?,
-                layout(dtype, inputs, rows)?,
-                layout(y_dtype, outputs, rows)?,
-            ],
-            algorithms: Vec::new(),
-            add: shape.add,
-        };
-        let (transposed, workspace) = (TRANSPOSED, WORKSPACE as u64);
+        let description = Description(lt::create_matmul_desc(compute, data_type(DType::F32))?);
+        let w = Layout::new(dtype, inputs, outputs)?;
+        let x = Layout::new(dtype, inputs, rows)?;
+        let y = Layout::new(y_dtype, outputs, rows)?;
         let preference = Preference(lt::create_matmul_pref()?);
-        let [w, x, y] = plan.layouts;
-        // SAFETY: an all-zero result is a value of its type, of plain integers and floats.
-        let mut found: [sys::cublasLtMatmulHeuristicResult_t; CANDIDATES] =
-            unsafe { std::mem::zeroed() };
-        let mut count = 0;
-        // SAFETY: every attribute is given a value of its type; `found` has room for as many as are asked for.
-        unsafe {
+        let (transposed, workspace) = (TRANSPOSED, WORKSPACE as u64);
+        // SAFETY: every attribute is given a value of its type.
+        let found = unsafe {
             lt::set_matmul_desc_attribute(
-                plan.description,
+                description.0,
                 sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
                 (&raw const transposed).cast(),
                 size_of_val(&transposed),
@@ -172,28 +119,17 @@ impl Plan {
                 (&raw const workspace).cast(),
                 size_of_val(&workspace),
             )?;
-            sys::cublasLtMatmulAlgoGetHeuristic(
+            lt::get_matmul_algo_heuristic(
                 handle,
-                plan.description,
-                w,
-                x,
-                y,
-                y,
+                description.0,
+                w.0,
+                x.0,
+                y.0,
+                y.0,
                 preference.0,
-                CANDIDATES as i32,
-                found.as_mut_ptr(),
-                &raw mut count,
-            )
-            .result()?;
-        }
-        let usable = |found: &&sys::cublasLtMatmulHeuristicResult_t| found.state.result().is_ok();
-        plan.algorithms =
-            found[..count as usize].iter().filter(usable).map(|found| found.algo).collect();
-        if plan.algorithms.is_empty() {
-            let accepted = "a product that cuBLAS has an algorithm for";
-            return Err(Error::argument("shape", format!("{shape:?}"), accepted));
-        }
-        Ok(plan)
+            )?
+        };
+        Ok(Self { description, w, x, y, algorithm: found.algo, add: shape.add })
     }
 
     fn run(
@@ -201,28 +137,26 @@ impl Plan {
         gpu: &Gpu,
         handle: sys::cublasLtHandle_t,
         operands: Operands,
-        algorithm: &sys::cublasLtMatmulAlgo_t,
     ) -> Result<()> {
         let (one, old) = (1.0f32, if self.add { 1.0f32 } else { 0.0 });
-        let [w, x, y] = self.layouts;
         let (workspace, stream) = gpu.workspace();
         // SAFETY: `product` checked the operands against the shape that the layouts were made for; the workspace is as
         // large as the algorithms were asked to make do with.
         unsafe {
             lt::matmul(
                 handle,
-                self.description,
+                self.description.0,
                 (&raw const one).cast(),
                 (&raw const old).cast(),
                 operands.w as *const c_void,
-                w,
+                self.w.0,
                 operands.x as *const c_void,
-                x,
+                self.x.0,
                 operands.y as *const c_void,
-                y,
+                self.y.0,
                 operands.y as *mut c_void,
-                y,
-                algorithm,
+                self.y.0,
+                &raw const self.algorithm,
                 workspace as *mut c_void,
                 WORKSPACE,
                 stream.cast(),
@@ -232,26 +166,36 @@ impl Plan {
     }
 }
 
-impl Drop for Plan {
-    fn drop(&mut self) {
-        // SAFETY: made in `new`. There is no one to tell of an error.
-        unsafe {
-            let _ = lt::destroy_matmul_desc(self.description);
-            for layout in self.layouts {
-                let _ = lt::destroy_matrix_layout(layout);
-            }
-        }
+struct Layout(sys::cublasLtMatrixLayout_t);
+
+impl Layout {
+    /// A matrix without gaps, columns first.
+    fn new(dtype: DType, rows: usize, columns: usize) -> Result<Self> {
+        let (height, width) = (rows as u64, columns as u64);
+        Ok(Self(lt::create_matrix_layout(data_type(dtype), height, width, rows as i64)?))
     }
 }
+
+struct Description(sys::cublasLtMatmulDesc_t);
 
 struct Preference(sys::cublasLtMatmulPreference_t);
 
-impl Drop for Preference {
-    fn drop(&mut self) {
-        // SAFETY: made where it was wrapped.
-        let _ = unsafe { lt::destroy_matmul_pref(self.0) };
-    }
+macro_rules! destroy {
+    ($($owner:ident by $destroy:ident),*) => {$(
+        impl Drop for $owner {
+            fn drop(&mut self) {
+                // SAFETY: made where it was wrapped. There is no one to tell of an error.
+                let _ = unsafe { lt::$destroy(self.0) };
+            }
+        }
+    )*};
 }
+
+destroy!(
+    Layout by destroy_matrix_layout,
+    Description by destroy_matmul_desc,
+    Preference by destroy_matmul_pref
+);
 
 fn data_type(dtype: DType) -> sys::cudaDataType_t {
     match dtype {

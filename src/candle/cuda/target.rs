@@ -287,7 +287,7 @@ impl CudaTarget {
     fn run(&mut self, width: usize) -> Result<()> {
         let gpu = &self.stack.gpu;
         if !self.graphs.contains_key(&width) {
-            // Measures products and loads kernels, which cannot be captured.
+            // Loads kernels and plans products, which cannot be captured.
             self.pass(width)?;
             gpu.synchronize()?;
             let graph = gpu.capture(|| self.pass(width))?;

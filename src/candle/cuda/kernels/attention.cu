@@ -140,6 +140,8 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
         }
     };
 
+    // Warps without a row only help to load keys.
+    bool idle = tile_row + warp * 16 >= rows;
     float o[D / 8][4] = {};
     float top[2] = {NEG_INF, NEG_INF}, sum[2] = {0.0f, 0.0f};
     float scale2 = scale * LOG2_E;
@@ -153,71 +155,77 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
         __syncthreads();
 
         float s[KEYS / 8][4] = {};
+        if (!idle) {
 #pragma unroll
-        for (int d = 0; d < D / 16; ++d)
+            for (int d = 0; d < D / 16; ++d)
 #pragma unroll
-            for (int n = 0; n < KEYS / 16; ++n) {
-                unsigned b[4];
-                int key = 16 * n + lane / 16 * 8 + lane % 8, column = 16 * d + lane / 8 % 2 * 8;
-                load_matrices<false>(b, k_tile + key * STRIDE + column);
-                multiply(s[2 * n], qf[d], b[0], b[1], T());
-                multiply(s[2 * n + 1], qf[d], b[2], b[3], T());
-            }
+                for (int n = 0; n < KEYS / 16; ++n) {
+                    unsigned b[4];
+                    int key = 16 * n + lane / 16 * 8 + lane % 8, column = 16 * d + lane / 8 % 2 * 8;
+                    load_matrices<false>(b, k_tile + key * STRIDE + column);
+                    multiply(s[2 * n], qf[d], b[0], b[1], T());
+                    multiply(s[2 * n + 1], qf[d], b[2], b[3], T());
+                }
+        }
         __syncthreads();
         if (tile + 1 < end_tile)
             load_tile(k_tile, k_cache, tile + 1);
         commit_copies();
 
-        // Bit `n` of a row says whether it sees key `n` of the tile.
-        bool masked = (tile + 1) * KEYS > before;
-        uint64_t seen[2];
-        for (int i = 0; i < 2; ++i)
-            seen[i] = masked ? tile_mask(mask_row[i], mask_words, tile * KEYS - before) : 0;
-        float tile_top[2] = {NEG_INF, NEG_INF};
+        if (!idle) {
+            // Bit `n` of a row says whether it sees key `n` of the tile.
+            bool masked = (tile + 1) * KEYS > before;
+            uint64_t seen[2];
+            for (int i = 0; i < 2; ++i)
+                seen[i] = masked ? tile_mask(mask_row[i], mask_words, tile * KEYS - before) : 0;
+            float tile_top[2] = {NEG_INF, NEG_INF};
 #pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n)
+            for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                s[n][c] *= scale2;
-                if (masked && !(seen[c / 2] >> (8 * n + 2 * t + c % 2) & 1))
-                    s[n][c] = NEG_INF;
-                tile_top[c / 2] = fmaxf(tile_top[c / 2], s[n][c]);
+                for (int c = 0; c < 4; ++c) {
+                    s[n][c] *= scale2;
+                    if (masked && !(seen[c / 2] >> (8 * n + 2 * t + c % 2) & 1))
+                        s[n][c] = NEG_INF;
+                    tile_top[c / 2] = fmaxf(tile_top[c / 2], s[n][c]);
+                }
+            float shift[2];
+            for (int i = 0; i < 2; ++i) {
+                float now = fmaxf(top[i], quad_max(tile_top[i]));
+                // Nothing seen yet: any finite value serves.
+                shift[i] = now == NEG_INF ? 0.0f : now;
+                float keep = exp2f(top[i] - shift[i]);
+                top[i] = now;
+                sum[i] *= keep;
+#pragma unroll
+                for (int n = 0; n < D / 8; ++n) {
+                    o[n][2 * i] *= keep;
+                    o[n][2 * i + 1] *= keep;
+                }
             }
-        float shift[2];
-        for (int i = 0; i < 2; ++i) {
-            float now = fmaxf(top[i], quad_max(tile_top[i]));
-            // Nothing seen yet: any finite value serves.
-            shift[i] = now == NEG_INF ? 0.0f : now;
-            float keep = exp2f(top[i] - shift[i]);
-            top[i] = now;
-            sum[i] *= keep;
 #pragma unroll
-            for (int n = 0; n < D / 8; ++n) {
-                o[n][2 * i] *= keep;
-                o[n][2 * i + 1] *= keep;
-            }
+            for (int n = 0; n < KEYS / 8; ++n)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) {
+                    s[n][c] = exp2f(s[n][c] - shift[c / 2]);
+                    sum[c / 2] += s[n][c];
+                }
         }
-#pragma unroll
-        for (int n = 0; n < KEYS / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                s[n][c] = exp2f(s[n][c] - shift[c / 2]);
-                sum[c / 2] += s[n][c];
-            }
 
         wait_copies<1>();
         __syncthreads();
+        if (!idle) {
 #pragma unroll
-        for (int n = 0; n < KEYS / 16; ++n) {
-            unsigned p[4] = {pair(s[2 * n][0], s[2 * n][1], T()), pair(s[2 * n][2], s[2 * n][3], T()),
-                             pair(s[2 * n + 1][0], s[2 * n + 1][1], T()), pair(s[2 * n + 1][2], s[2 * n + 1][3], T())};
+            for (int n = 0; n < KEYS / 16; ++n) {
+                unsigned p[4] = {pair(s[2 * n][0], s[2 * n][1], T()), pair(s[2 * n][2], s[2 * n][3], T()),
+                                 pair(s[2 * n + 1][0], s[2 * n + 1][1], T()), pair(s[2 * n + 1][2], s[2 * n + 1][3], T())};
 #pragma unroll
-            for (int d = 0; d < D / 16; ++d) {
-                unsigned b[4];
-                int key = 16 * n + lane % 16, column = 16 * d + lane / 16 * 8;
-                load_matrices<true>(b, v_tile + key * STRIDE + column);
-                multiply(o[2 * d], p, b[0], b[1], T());
-                multiply(o[2 * d + 1], p, b[2], b[3], T());
+                for (int d = 0; d < D / 16; ++d) {
+                    unsigned b[4];
+                    int key = 16 * n + lane % 16, column = 16 * d + lane / 16 * 8;
+                    load_matrices<true>(b, v_tile + key * STRIDE + column);
+                    multiply(o[2 * d], p, b[0], b[1], T());
+                    multiply(o[2 * d + 1], p, b[2], b[3], T());
+                }
             }
         }
         __syncthreads();
@@ -253,35 +261,34 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
     }
 }
 
-// Merges what the splits left, if there is more than one. D / 4 threads per query row, 128 threads a block.
+// Merges what the splits left, if there is more than one. One warp per query row; 128 threads a block.
 template <typename T, int D>
 __device__ void merge(const float *partial, const float2 *norms, T *out, const uint32_t *prefix, int width, int group,
                       int splits, int padded) {
-    constexpr int ROWS = 128 / (D / 4);
-    int kv_heads = gridDim.y, kv_head = blockIdx.y;
+    constexpr int N = D / 32;
+    int kv_heads = gridDim.y, kv_head = blockIdx.y, lane = threadIdx.x % 32;
     int per_split, active = active_splits(*prefix + width, KEYS_PER_TILE<D>, splits, per_split);
-    int row = blockIdx.x * ROWS + threadIdx.x / (D / 4), column = threadIdx.x % (D / 4) * 4;
+    int row = blockIdx.x * WARPS + threadIdx.x / 32;
     if (active == 1 || row >= width * group)
         return;
-    size_t step = (size_t)kv_heads * padded;
-    norms += (size_t)kv_head * padded + row;
-    partial += ((size_t)kv_head * padded + row) * D + column;
-    float top = NEG_INF, sum = 0.0f;
-#pragma unroll 8
-    for (int s = 0; s < active; ++s)
-        top = fmaxf(top, norms[s * step].x);
-    float4 x = make_float4(0, 0, 0, 0);
+    size_t step = (size_t)kv_heads * padded, first = (size_t)kv_head * padded + row;
+    // Lane `s` knows split `s`: there are at most 32.
+    float2 norm = lane < active ? norms[first + lane * step] : make_float2(NEG_INF, 0.0f);
+    float weight = exp2f(norm.x - warp_max(norm.x));
+    weight /= warp_sum(weight * norm.y);
+    partial += first * D + lane;
+    float x[N] = {};
 #pragma unroll 8
     for (int s = 0; s < active; ++s) {
-        float2 norm = norms[s * step];
-        float4 y = *reinterpret_cast<const float4 *>(partial + s * step * D);
-        float weight = exp2f(norm.x - top);
-        sum += weight * norm.y;
-        x = make_float4(x.x + weight * y.x, x.y + weight * y.y, x.z + weight * y.z, x.w + weight * y.w);
+        float w = __shfl_sync(FULL_WARP, weight, s);
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+            x[n] += w * partial[s * step * D + 32 * n];
     }
-    float scale = 1.0f / sum;
-    store4(out + ((size_t)(row / group) * kv_heads * group + kv_head * group + row % group) * D + column,
-           make_float4(x.x * scale, x.y * scale, x.z * scale, x.w * scale));
+    T *to = out + ((size_t)(row / group) * kv_heads * group + kv_head * group + row % group) * D + lane;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        to[32 * n] = from_f32<T>(x[n]);
 }
 
 // ---- f32: one block per row and head, for exact comparison ----

@@ -7,8 +7,9 @@ use std::{env, fs};
 
 const KERNELS: &str = "src/candle/cuda/kernels";
 
-/// The oldest architecture that has everything the kernels use. PTX runs on it and on all later ones.
-const ARCHITECTURE: &str = "compute_80";
+/// PTX runs on the architecture that it was made for and on all later ones. The first has all that the kernels need;
+/// the second lets a kernel be started while the one before it still runs.
+const ARCHITECTURES: [&str; 2] = ["80", "90"];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -22,14 +23,16 @@ fn main() {
     let nvcc = nvcc();
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
     let sources = fs::read_dir(KERNELS).expect("the kernels are beside build.rs");
-    let running: Vec<_> = sources
+    let sources = sources
         .map(|entry| entry.expect("the folder can be read").path())
-        .filter(|path| path.extension().is_some_and(|extension| extension == "cu"))
-        .map(|source| {
-            let ptx = out.join(source.with_extension("ptx").file_name().expect("a file has a name"));
+        .filter(|path| path.extension().is_some_and(|extension| extension == "cu"));
+    let running: Vec<_> = sources
+        .flat_map(|source| ARCHITECTURES.map(|architecture| (source.clone(), architecture)))
+        .map(|(source, architecture)| {
+            let name = source.with_extension(format!("{architecture}.ptx"));
             let child = Command::new(&nvcc)
-                .args(["-ptx", "-O3", "-std=c++17", "-arch", ARCHITECTURE, "-o"])
-                .args([&ptx, &source])
+                .args(["-ptx", "-O3", "-std=c++17", "-arch", &format!("compute_{architecture}"), "-o"])
+                .args([&out.join(name.file_name().expect("a file has a name")), &source])
                 .spawn()
                 .unwrap_or_else(|error| {
                     panic!(

@@ -126,8 +126,7 @@ fn measure_shape(gpu: &Gpu, name: &str, dtype: DType, args: &Args) -> Result<()>
     let options = CudaOptions::default()
         .max_len(args.context + 64 * 40 + slots)
         .max_slots(slots.max(drafter.block_size()));
-    let mut target =
-        CudaTarget::random(gpu, &config, dtype, drafter.target_layer_ids(), options)?;
+    let mut target = CudaTarget::random(gpu, &config, dtype, drafter.target_layer_ids(), options)?;
     let mut drafter = CudaDFlash::random(&target, drafter, 64)?;
     let roofline = Roofline::measure(&target)?;
     let mut rng = StdRng::seed_from_u64(1);
@@ -144,11 +143,15 @@ fn measure_shape(gpu: &Gpu, name: &str, dtype: DType, args: &Args) -> Result<()>
     let mut ids = Vec::new();
     let since = Instant::now();
     let taps = target.prefill(&Prefill::new(0, &prompt), &mut Picks::new(&mut ids))?;
-    println!("first prefill of {} tokens: {:.1} ms", prompt.len(), since.elapsed().as_secs_f64() * 1e3);
+    println!(
+        "first prefill of {} tokens: {:.1} ms",
+        prompt.len(),
+        since.elapsed().as_secs_f64() * 1e3
+    );
 
     print!("products at widths");
     for slots in [64, 72, 96, 112, 128, 136, 144, 160, 192] {
-        if slots <= target.capabilities().max_slots.next_multiple_of(16) {
+        if slots <= target.capabilities().max_slots.next_multiple_of(8) {
             print!("  {slots}: {:.3}", target.time_products(slots, 30)?);
         }
     }
@@ -185,10 +188,16 @@ fn measure_shape(gpu: &Gpu, name: &str, dtype: DType, args: &Args) -> Result<()>
         proposal.clear();
         Ok(drafter.propose(&request, &mut proposal)?)
     })?;
-    println!("draft of {} depths, top 64: {draft:.3} ms ({:.3} of ar)", drafter.horizon(), draft / ar);
+    println!(
+        "draft of {} depths, top 64: {draft:.3} ms ({:.3} of ar)",
+        drafter.horizon(),
+        draft / ar
+    );
 
     println!("\nrounds that accept 4 nodes each");
-    println!("arm        round   verify   draft   build    walk  commit observe   outside the models");
+    println!(
+        "arm        round   verify   draft   build    walk  commit observe   outside the models"
+    );
     let mut arms = vec![("ar".to_owned(), Config::new(Algorithm::Autoregressive))];
     arms.push(("chain".to_owned(), Config::new(Algorithm::Chain)));
     for &budget in &args.budgets {
@@ -209,8 +218,9 @@ fn measure_shape(gpu: &Gpu, name: &str, dtype: DType, args: &Args) -> Result<()>
     for ((name, _), results) in arms.iter().zip(&results) {
         let round = median(results.iter().map(|(round, ..)| *round).collect());
         let stage = |stage| {
-            let per_round =
-                |(_, _, stats): &(f64, f64, RunStats)| stats.time(stage).as_secs_f64() * 1e3 / stats.rounds as f64;
+            let per_round = |(_, _, stats): &(f64, f64, RunStats)| {
+                stats.time(stage).as_secs_f64() * 1e3 / stats.rounds as f64
+            };
             median(results.iter().map(per_round).collect())
         };
         let (verify, draft) = (stage(Stage::Verify), stage(Stage::Propose));
@@ -224,7 +234,11 @@ fn measure_shape(gpu: &Gpu, name: &str, dtype: DType, args: &Args) -> Result<()>
             stage(Stage::Commit),
             stage(Stage::Observe),
             median(results.iter().map(|(_, outside, _)| *outside).collect()),
-            if chain_round > 0.0 { format!("   {:.3} of chain", round / chain_round) } else { String::new() },
+            if chain_round > 0.0 {
+                format!("   {:.3} of chain", round / chain_round)
+            } else {
+                String::new()
+            },
         );
     }
     Ok(())
@@ -316,15 +330,15 @@ fn measure_texts(gpu: &Gpu, path: &PathBuf, dtype: DType, args: &Args) -> Result
     let options = CudaOptions::default()
         .max_len(config.max_positions.min(4096))
         .max_slots(slots.max(drafter.block_size()));
-    let mut target =
-        CudaTarget::new(gpu, &config, weights, drafter.target_layer_ids(), options)?;
+    let mut target = CudaTarget::new(gpu, &config, weights, drafter.target_layer_ids(), options)?;
     let weights = Weights::open(folder, dtype, &Device::Cpu)?;
     let mut drafter = CudaDFlash::new(&target, drafter, weights, 64)?;
 
     let file: Value = serde_json::from_str(&std::fs::read_to_string(cases)?)?;
     let cases = file["cases"].as_array().context("--cases: no `cases`")?;
     let prompts = cases.iter().map(|case| token_ids(&case["prompt_ids"]));
-    let prompts: Vec<Vec<u32>> = prompts.collect::<Option<_>>().context("a case without prompt_ids")?;
+    let prompts: Vec<Vec<u32>> =
+        prompts.collect::<Option<_>>().context("a case without prompt_ids")?;
 
     let mut arms = vec![("ar".to_owned(), Config::new(Algorithm::Autoregressive))];
     arms.push(("chain".to_owned(), Config::new(Algorithm::Chain)));
@@ -351,12 +365,16 @@ fn measure_texts(gpu: &Gpu, path: &PathBuf, dtype: DType, args: &Args) -> Result
                     - stats.time(Stage::Verify).as_secs_f64()
                     - stats.time(Stage::Propose).as_secs_f64();
                 let sum = &mut sums[at];
-                *sum = (sum.0 + seconds, sum.1 + stats.tokens, sum.2 + stats.rounds, sum.3 + outside);
+                *sum =
+                    (sum.0 + seconds, sum.1 + stats.tokens, sum.2 + stats.rounds, sum.3 + outside);
                 let Some(first) = &texts[index] else {
                     if let Some(expected) = token_ids(&cases[index]["autoregressive"]) {
                         let common = expected.len().min(text.len());
                         let same = expected[..common] == text[..common];
-                        println!("prompt {index}: {common} tokens {} the reference's", if same { "equal" } else { "DIFFER from" });
+                        println!(
+                            "prompt {index}: {common} tokens {} the reference's",
+                            if same { "equal" } else { "DIFFER from" }
+                        );
                     }
                     texts[index] = Some(text);
                     continue;
@@ -397,7 +415,10 @@ fn measure_texts(gpu: &Gpu, path: &PathBuf, dtype: DType, args: &Args) -> Result
 }
 
 /// A text, the seconds after its prefill, and its figures.
-fn run<E: ddtree::Engine>(mut decoder: Decoder<E>, request: &Request) -> Result<(Vec<u32>, f64, RunStats)>
+fn run<E: ddtree::Engine>(
+    mut decoder: Decoder<E>,
+    request: &Request,
+) -> Result<(Vec<u32>, f64, RunStats)>
 where
     ddtree::ErrorOf<E>: Send + Sync,
 {

@@ -16,6 +16,10 @@ use cudarc::nvrtc::Ptx;
 use super::products::{Products, WORKSPACE};
 use crate::candle::{Error, Result};
 
+/// Blocks of a kernel that is started early at most: those of larger ones would take multiprocessors from the kernel
+/// that they wait for.
+const EARLY_BLOCKS: u32 = 264;
+
 /// A GPU. Clones are handles to the same one; everything made from it runs in one stream, in the order in which it
 /// was asked for.
 ///
@@ -29,6 +33,8 @@ struct Inner {
     stream: Arc<CudaStream>,
     context: Arc<CudaContext>,
     workspace: CUdeviceptr,
+    /// Whether kernels can be started before the one ahead of them is done.
+    hopper: bool,
 }
 
 pub(super) struct Modules {
@@ -41,9 +47,13 @@ pub(super) struct Modules {
 }
 
 macro_rules! module {
-    ($context:expr, $name:literal) => {
-        $context.load_module(Ptx::from_src(include_str!(concat!(env!("OUT_DIR"), "/", $name, ".ptx"))))?
-    };
+    ($context:expr, $hopper:expr, $name:literal) => {{
+        let [old, new] = [
+            include_str!(concat!(env!("OUT_DIR"), "/", $name, ".80.ptx")),
+            include_str!(concat!(env!("OUT_DIR"), "/", $name, ".90.ptx")),
+        ];
+        $context.load_module(Ptx::from_src(if $hopper { new } else { old }))?
+    }};
 }
 
 impl Gpu {
@@ -53,9 +63,12 @@ impl Gpu {
     /// No driver, no cuBLAS or no such GPU; one older than compute capability 8.0.
     pub fn new(ordinal: usize) -> Result<Self> {
         // SAFETY: these open the libraries and close them again.
-        let (driver, cublas) = unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
+        let (driver, cublas) =
+            unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
         if !driver || !cublas {
-            return Err(Error::NoCuda { library: if driver { "cuBLAS" } else { "the CUDA driver" } });
+            return Err(Error::NoCuda {
+                library: if driver { "cuBLAS" } else { "the CUDA driver" },
+            });
         }
         let context = CudaContext::new(ordinal)?;
         let (major, minor) = context.compute_capability()?;
@@ -63,19 +76,20 @@ impl Gpu {
             let found = format!("a GPU of compute capability {major}.{minor}");
             return Err(Error::argument("ordinal", found, "8.0 or later"));
         }
+        let hopper = major >= 9;
         let stream = context.new_stream()?;
         let modules = Modules {
-            attention: module!(context, "attention"),
-            commit: module!(context, "commit"),
-            norm: module!(context, "norm"),
-            random: module!(context, "random"),
-            rope: module!(context, "rope"),
-            select: module!(context, "select"),
+            attention: module!(context, hopper, "attention"),
+            commit: module!(context, hopper, "commit"),
+            norm: module!(context, hopper, "norm"),
+            random: module!(context, hopper, "random"),
+            rope: module!(context, hopper, "rope"),
+            select: module!(context, hopper, "select"),
         };
         let products = Products::new()?;
         // SAFETY: plain allocation; freed in `drop`.
         let workspace = unsafe { result::malloc_sync(WORKSPACE)? };
-        Ok(Self(Rc::new(Inner { products, modules, stream, context, workspace })))
+        Ok(Self(Rc::new(Inner { products, modules, stream, context, workspace, hopper })))
     }
 
     /// Its name.
@@ -169,8 +183,16 @@ impl Gpu {
 
     /// Asks for a copy of the first `bytes` of `from`, whose memory has to stay as it is until the stream has got
     /// there.
-    pub(super) fn copy_in<T: bytes::Plain>(&self, from: &Pinned<T>, to: &Buffer, bytes: usize) -> Result<()> {
-        assert!(bytes <= to.bytes && bytes <= from.len * size_of::<T>(), "the copy fits both sides");
+    pub(super) fn copy_in<T: bytes::Plain>(
+        &self,
+        from: &Pinned<T>,
+        to: &Buffer,
+        bytes: usize,
+    ) -> Result<()> {
+        assert!(
+            bytes <= to.bytes && bytes <= from.len * size_of::<T>(),
+            "the copy fits both sides"
+        );
         // SAFETY: checked above; pinned memory is freed only after the stream has been waited for.
         Ok(unsafe {
             let from = std::slice::from_raw_parts(from.pointer.cast::<u8>(), bytes);
@@ -179,8 +201,16 @@ impl Gpu {
     }
 
     /// Asks for a copy of the first `bytes` of `from` to the host, to be read after the next wait.
-    pub(super) fn copy_out<T: bytes::Plain>(&self, from: &Buffer, to: &Pinned<T>, bytes: usize) -> Result<()> {
-        assert!(bytes <= from.bytes && bytes <= to.len * size_of::<T>(), "the copy fits both sides");
+    pub(super) fn copy_out<T: bytes::Plain>(
+        &self,
+        from: &Buffer,
+        to: &Pinned<T>,
+        bytes: usize,
+    ) -> Result<()> {
+        assert!(
+            bytes <= from.bytes && bytes <= to.len * size_of::<T>(),
+            "the copy fits both sides"
+        );
         // SAFETY: checked above; pinned memory is freed only after the stream has been waited for.
         Ok(unsafe {
             let to = std::slice::from_raw_parts_mut(to.pointer.cast::<u8>(), bytes);
@@ -193,7 +223,9 @@ impl Gpu {
         assert!(bytes <= to.bytes, "the copy fits its target");
         self.0.context.bind_to_thread()?;
         // SAFETY: the caller names live memory.
-        Ok(unsafe { result::memcpy_dtod_async(to.pointer, from, bytes, self.0.stream.cu_stream())? })
+        Ok(unsafe {
+            result::memcpy_dtod_async(to.pointer, from, bytes, self.0.stream.cu_stream())?
+        })
     }
 
     /// Asks for zeroes in the first `bytes` of a buffer.
@@ -218,7 +250,56 @@ impl Gpu {
         let (stream, block) = (self.0.stream.cu_stream(), (block.0, block.1, 1));
         self.0.context.bind_to_thread()?;
         // SAFETY: promised by the caller.
-        Ok(unsafe { result::launch_kernel(function.cu_function(), grid, block, 0, stream, parameters)? })
+        Ok(unsafe {
+            result::launch_kernel(function.cu_function(), grid, block, 0, stream, parameters)?
+        })
+    }
+
+    /// Asks for a kernel that may be started while the kernel asked for before it still runs, where the GPU can do
+    /// that: it waits by itself (`inputs_ready` in `kernels/common.cuh`) before it touches memory.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch), and the kernel does that.
+    pub(super) unsafe fn launch_early(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        block: (u32, u32),
+        parameters: &mut [*mut c_void],
+    ) -> Result<()> {
+        let blocks = grid.0 * grid.1 * grid.2;
+        if !self.0.hopper || blocks > EARLY_BLOCKS {
+            // SAFETY: promised by the caller.
+            return unsafe { self.launch(function, grid, block, parameters) };
+        }
+        self.0.context.bind_to_thread()?;
+        // SAFETY: an attribute of zeroes is a value of its type, of plain integers.
+        let mut early: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        early.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        early.value.programmaticStreamSerializationAllowed = 1;
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: block.0,
+            blockDimY: block.1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: self.0.stream.cu_stream(),
+            attrs: &raw mut early,
+            numAttrs: 1,
+        };
+        // SAFETY: promised by the caller.
+        unsafe {
+            sys::cuLaunchKernelEx(
+                &raw const config,
+                function.cu_function(),
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+            .result()?;
+        }
+        Ok(())
     }
 
     /// Captures what `work` asks for as a graph instead of doing it. `work` must have been done once before:

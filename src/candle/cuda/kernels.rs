@@ -145,6 +145,7 @@ impl Kernels {
             return Err(Error::config("head_dim", head_dim, "64, 128 or 256 on a GPU"));
         }
         let modules = gpu.modules();
+        let attend = modules.attention.load_function(&format!("attend_{head_dim}_{suffix}"))?;
         Ok(Self {
             dtype,
             head_dim,
@@ -152,7 +153,7 @@ impl Kernels {
             norm: modules.norm.load_function(&format!("norm_{suffix}"))?,
             silu_mul: modules.norm.load_function(&format!("silu_mul_{suffix}"))?,
             rope_store: modules.rope.load_function(&format!("rope_store_{head_dim}_{suffix}"))?,
-            attend: modules.attention.load_function(&format!("attend_{head_dim}_{suffix}"))?,
+            attend,
             merge: match dtype {
                 DType::F32 => None,
                 _ => Some(modules.attention.load_function(&format!("merge_{head_dim}_{suffix}"))?),
@@ -210,7 +211,7 @@ impl Kernels {
         let (tap_stride, count) = (tap_stride as i32, size as i32);
         // SAFETY: as above.
         unsafe {
-            gpu.launch(
+            gpu.launch_early(
                 &self.norm,
                 (rows as u32, 1, 1),
                 (row_threads(size), 1),
@@ -230,7 +231,9 @@ impl Kernels {
         let (gate_up, out, count) = (gate_up.pointer(), out.pointer(), size as i32);
         let grid = (size.div_ceil(4 * 128) as u32, rows as u32, 1);
         // SAFETY: as above.
-        unsafe { gpu.launch(&self.silu_mul, grid, (128, 1), parameters!(gate_up, out, count)) }
+        unsafe {
+            gpu.launch_early(&self.silu_mul, grid, (128, 1), parameters!(gate_up, out, count))
+        }
     }
 
     /// `qkv` has the heads of `heads`; with `heads.query` 0, keys and values only.
@@ -250,12 +253,13 @@ impl Kernels {
         let all = heads.query + 2 * heads.kv;
         // SAFETY: as above.
         unsafe {
-            gpu.launch(
+            gpu.launch_early(
                 &self.rope_store,
                 (inputs.rows as u32, all.div_ceil(4) as u32, 1),
                 (32, 4),
                 parameters!(
-                    qkv, bias, q_norm, k_norm, eps, rope, positions, prefix, keys, values, query, kv
+                    qkv, bias, q_norm, k_norm, eps, rope, positions, prefix, keys, values, query,
+                    kv
                 ),
             )
         }
@@ -282,7 +286,7 @@ impl Kernels {
             let grid = (inputs.rows as u32, heads.query as u32, 1);
             // SAFETY: as above.
             return unsafe {
-                gpu.launch(
+                gpu.launch_early(
                     &self.attend,
                     grid,
                     (128, 1),
@@ -300,7 +304,7 @@ impl Kernels {
         let (count, padded) = (splits as i32, (tiles * TILE_ROWS) as i32);
         // SAFETY: as above; the memory for splits was sized for every width.
         unsafe {
-            gpu.launch(
+            gpu.launch_early(
                 &self.attend,
                 (tiles as u32, heads.kv as u32, splits as u32),
                 (128, 1),
@@ -309,7 +313,7 @@ impl Kernels {
                     width, group, scale
                 ),
             )?;
-            gpu.launch(
+            gpu.launch_early(
                 merge,
                 (rows.div_ceil(4) as u32, heads.kv as u32, 1),
                 (128, 1),
@@ -449,7 +453,13 @@ pub(super) struct TopK {
 
 impl TopK {
     /// For rows of `size` entries of which `k` are wanted.
-    pub(super) fn new(gpu: &Gpu, dtype: DType, max_rows: usize, size: usize, k: usize) -> Result<Self> {
+    pub(super) fn new(
+        gpu: &Gpu,
+        dtype: DType,
+        max_rows: usize,
+        size: usize,
+        k: usize,
+    ) -> Result<Self> {
         let slices = size.div_ceil(SLICE);
         let limit = MAX_TOP_K.min(size).min(MAX_CANDIDATES / slices);
         if k == 0 || k > limit {

@@ -70,7 +70,10 @@ impl Gpu {
         shape: Product,
     ) -> Result<()> {
         let row_bytes = shape.inputs * shape.dtype.size_in_bytes();
-        assert!((shape.skipped + shape.outputs) * row_bytes <= w.bytes(), "the weight has its shape");
+        assert!(
+            (shape.skipped + shape.outputs) * row_bytes <= w.bytes(),
+            "the weight has its shape"
+        );
         let result_bytes = shape.rows * shape.outputs * shape.y_dtype.size_in_bytes();
         assert!(result_bytes <= y.bytes(), "the result fits");
         let operands = Operands { x, w: w.at(shape.skipped * row_bytes), y: y.pointer() };
@@ -119,25 +122,12 @@ impl Plan {
                 (&raw const workspace).cast(),
                 size_of_val(&workspace),
             )?;
-            lt::get_matmul_algo_heuristic(
-                handle,
-                description.0,
-                w.0,
-                x.0,
-                y.0,
-                y.0,
-                preference.0,
-            )?
+            lt::get_matmul_algo_heuristic(handle, description.0, w.0, x.0, y.0, y.0, preference.0)?
         };
         Ok(Self { description, w, x, y, algorithm: found.algo, add: shape.add })
     }
 
-    fn run(
-        &self,
-        gpu: &Gpu,
-        handle: sys::cublasLtHandle_t,
-        operands: Operands,
-    ) -> Result<()> {
+    fn run(&self, gpu: &Gpu, handle: sys::cublasLtHandle_t, operands: Operands) -> Result<()> {
         let (one, old) = (1.0f32, if self.add { 1.0f32 } else { 0.0 });
         let (workspace, stream) = gpu.workspace();
         // SAFETY: `product` checked the operands against the shape that the layouts were made for; the workspace is as

@@ -71,7 +71,8 @@ impl Stack {
         let gpu = loader.gpu.clone();
         check(config)?;
         let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
-        let heads = Heads { query: config.num_heads, kv: config.num_kv_heads, size: config.head_dim };
+        let heads =
+            Heads { query: config.num_heads, kv: config.num_kv_heads, size: config.head_dim };
         let (q, kv) = (heads.q_size(), heads.kv_size());
         let mut layers = Vec::with_capacity(config.num_layers());
         for index in 0..config.num_layers() {
@@ -190,7 +191,15 @@ impl Stack {
             self.layers.get(index).map_or(&self.norm, |layer: &Layer| &layer.input_norm)
         };
         let first = (norm(0), eps);
-        kernels.embed_norm(gpu, inputs, table, &scratch.residual, first, &scratch.normed, hidden)?;
+        kernels.embed_norm(
+            gpu,
+            inputs,
+            table,
+            &scratch.residual,
+            first,
+            &scratch.normed,
+            hidden,
+        )?;
         for (index, layer) in self.layers.iter().enumerate() {
             self.product(rows, Weight::Qkv(layer))?;
             let how = self.rope_store(index, 0);
@@ -218,12 +227,9 @@ impl Stack {
     /// Asks for the products of a pass and nothing else, to measure what the rest costs.
     pub(super) fn products(&self, rows: usize) -> Result<()> {
         for layer in &self.layers {
-            for weight in [
-                Weight::Qkv(layer),
-                Weight::O(layer),
-                Weight::GateUp(layer),
-                Weight::Down(layer),
-            ] {
+            for weight in
+                [Weight::Qkv(layer), Weight::O(layer), Weight::GateUp(layer), Weight::Down(layer)]
+            {
                 self.product(rows, weight)?;
             }
         }

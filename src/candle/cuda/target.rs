@@ -387,8 +387,7 @@ impl Verifier for CudaTarget {
         let (start, tokens) = (prefill.start(), prefill.tokens());
         self.check_start(start, tokens.len())?;
         self.check_tokens(tokens)?;
-        let mut taps =
-            CudaTaps { blocks: Vec::new(), width: self.taps.len() * self.shared.hidden };
+        let mut taps = CudaTaps { blocks: Vec::new(), width: self.taps.len() * self.shared.hidden };
         let mut last = None;
         let mut at = start;
         for chunk in tokens.chunks(self.options.max_slots) {

@@ -131,9 +131,16 @@ fn top_k_equals_a_full_sort() {
     let Some(gpu) = gpu() else { return };
     let mut rng = StdRng::seed_from_u64(2);
     for dtype in TYPES {
-        for (size, k) in
-            [(1, 1), (7, 7), (64, 64), (1003, 5), (8192, 64), (8193, 64), (49_152, 16), (151_936, 64)]
-        {
+        for (size, k) in [
+            (1, 1),
+            (7, 7),
+            (64, 64),
+            (1003, 5),
+            (8192, 64),
+            (8193, 64),
+            (49_152, 16),
+            (151_936, 64),
+        ] {
             let rows = rows(&mut rng, size);
             let kernel = TopK::new(&gpu, dtype, rows.len(), size, k).unwrap();
             let (logits, rounded) = upload(&gpu, dtype, &rows.concat());
@@ -240,8 +247,7 @@ fn attention_equals_a_sum_over_visible_keys() {
                             .filter(|&key| sees(key))
                             .map(|key| {
                                 let k = &k[at(key)..][..size];
-                                let dot: f64 =
-                                    q.iter().zip(k).map(|(a, b)| f64::from(a * b)).sum();
+                                let dot: f64 = q.iter().zip(k).map(|(a, b)| f64::from(a * b)).sum();
                                 (key, dot / (size as f64).sqrt())
                             })
                             .collect();
@@ -290,8 +296,10 @@ fn commits_move_rows_like_the_host() {
         for plane in 0..planes {
             let at = |row: usize| (plane * rows + row) * width;
             for (to, &from) in slots.iter().enumerate() {
-                let (found, expected) =
-                    (&found[at(start + to)..][..width], &values[at(start + from as usize)..][..width]);
+                let (found, expected) = (
+                    &found[at(start + to)..][..width],
+                    &values[at(start + from as usize)..][..width],
+                );
                 assert_eq!(found, expected, "plane {plane} row {to}");
             }
             assert_eq!(found[at(0)..at(start)], values[at(0)..at(start)], "committed rows");
@@ -325,8 +333,7 @@ fn tokens(value: &Value) -> Vec<u32> {
 fn texts_equal_the_reference() {
     let Some(gpu) = gpu() else { return };
     let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/goldens/decode-tiny-qwen3.json");
-    let golden: Value =
-        serde_json::from_str(&std::fs::read_to_string(golden).unwrap()).unwrap();
+    let golden: Value = serde_json::from_str(&std::fs::read_to_string(golden).unwrap()).unwrap();
     let stop = golden["stop_token"].as_u64().unwrap() as u32;
     let (mut target, config) = tiny(&gpu, DType::F32, true);
     let weights =
@@ -510,9 +517,8 @@ fn kernel_times() {
             let cache = (k.pointer(), v.pointer());
             kernels.attend(&gpu, &inputs, heads, &qkv, cache, &mixed, &splits)
         });
-        let norm = time(&|_| {
-            kernels.norm(&gpu, rows, &residual, (&weight, 1e-6), &normed, None, hidden)
-        });
+        let norm =
+            time(&|_| kernels.norm(&gpu, rows, &residual, (&weight, 1e-6), &normed, None, hidden));
         let rotate = time(&|layer| {
             let how = super::kernels::RopeStore {
                 bias: None,

@@ -48,7 +48,12 @@ impl Loader<'_> {
     }
 
     /// A matrix whose name has no prefix.
-    pub(super) fn outer_matrix(&mut self, name: &str, rows: usize, inputs: usize) -> Result<Buffer> {
+    pub(super) fn outer_matrix(
+        &mut self,
+        name: &str,
+        rows: usize,
+        inputs: usize,
+    ) -> Result<Buffer> {
         let prefix = std::mem::take(&mut self.prefix);
         let matrix = self.matrix(&[(name, rows)], inputs);
         self.prefix = prefix;

@@ -68,6 +68,13 @@ __device__ __forceinline__ unsigned pair(float a, float b, f16) {
     return *reinterpret_cast<unsigned *>(&x);
 }
 
+// 2^x, to two units in the last place; 0 for -inf.
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
     return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
@@ -100,6 +107,7 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
     __shared__ __align__(16) T k_tile[KEYS * STRIDE];
     __shared__ __align__(16) T v_tile[KEYS * STRIDE];
 
+    inputs_ready();
     int kv_heads = gridDim.y, kv_head = blockIdx.y, splits = gridDim.z;
     int before = *prefix, keys = before + width;
     int tiles = (keys + KEYS - 1) / KEYS;
@@ -146,6 +154,7 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
     float top[2] = {NEG_INF, NEG_INF}, sum[2] = {0.0f, 0.0f};
     float scale2 = scale * LOG2_E;
 
+    // Keys are loaded while values are used, and the other way round.
     load_tile(k_tile, k_cache, first_tile);
     commit_copies();
     for (int tile = first_tile; tile < end_tile; ++tile) {
@@ -157,15 +166,20 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
         float s[KEYS / 8][4] = {};
         if (!idle) {
 #pragma unroll
-            for (int d = 0; d < D / 16; ++d)
+            for (int d = 0; d < D / 16; ++d) {
+                // All loads before all products: their latencies overlap.
+                unsigned b[KEYS / 16][4];
 #pragma unroll
                 for (int n = 0; n < KEYS / 16; ++n) {
-                    unsigned b[4];
                     int key = 16 * n + lane / 16 * 8 + lane % 8, column = 16 * d + lane / 8 % 2 * 8;
-                    load_matrices<false>(b, k_tile + key * STRIDE + column);
-                    multiply(s[2 * n], qf[d], b[0], b[1], T());
-                    multiply(s[2 * n + 1], qf[d], b[2], b[3], T());
+                    load_matrices<false>(b[n], k_tile + key * STRIDE + column);
                 }
+#pragma unroll
+                for (int n = 0; n < KEYS / 16; ++n) {
+                    multiply(s[2 * n], qf[d], b[n][0], b[n][1], T());
+                    multiply(s[2 * n + 1], qf[d], b[n][2], b[n][3], T());
+                }
+            }
         }
         __syncthreads();
         if (tile + 1 < end_tile)
@@ -193,7 +207,7 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
                 float now = fmaxf(top[i], quad_max(tile_top[i]));
                 // Nothing seen yet: any finite value serves.
                 shift[i] = now == NEG_INF ? 0.0f : now;
-                float keep = exp2f(top[i] - shift[i]);
+                float keep = power_of_two(top[i] - shift[i]);
                 top[i] = now;
                 sum[i] *= keep;
 #pragma unroll
@@ -206,7 +220,7 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
             for (int n = 0; n < KEYS / 8; ++n)
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
-                    s[n][c] = exp2f(s[n][c] - shift[c / 2]);
+                    s[n][c] = power_of_two(s[n][c] - shift[c / 2]);
                     sum[c / 2] += s[n][c];
                 }
         }
@@ -219,12 +233,18 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
                 unsigned p[4] = {pair(s[2 * n][0], s[2 * n][1], T()), pair(s[2 * n][2], s[2 * n][3], T()),
                                  pair(s[2 * n + 1][0], s[2 * n + 1][1], T()), pair(s[2 * n + 1][2], s[2 * n + 1][3], T())};
 #pragma unroll
-                for (int d = 0; d < D / 16; ++d) {
-                    unsigned b[4];
-                    int key = 16 * n + lane % 16, column = 16 * d + lane / 16 * 8;
-                    load_matrices<true>(b, v_tile + key * STRIDE + column);
-                    multiply(o[2 * d], p, b[0], b[1], T());
-                    multiply(o[2 * d + 1], p, b[2], b[3], T());
+                for (int part = 0; part < D / 64; ++part) {
+                    unsigned b[4][4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        int key = 16 * n + lane % 16, column = 16 * (4 * part + i) + lane / 16 * 8;
+                        load_matrices<true>(b[i], v_tile + key * STRIDE + column);
+                    }
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        multiply(o[8 * part + 2 * i], p, b[i][0], b[i][1], T());
+                        multiply(o[8 * part + 2 * i + 1], p, b[i][2], b[i][3], T());
+                    }
                 }
             }
         }
@@ -266,6 +286,7 @@ template <typename T, int D>
 __device__ void merge(const float *partial, const float2 *norms, T *out, const uint32_t *prefix, int width, int group,
                       int splits, int padded) {
     constexpr int N = D / 32;
+    inputs_ready();
     int kv_heads = gridDim.y, kv_head = blockIdx.y, lane = threadIdx.x % 32;
     int per_split, active = active_splits(*prefix + width, KEYS_PER_TILE<D>, splits, per_split);
     int row = blockIdx.x * WARPS + threadIdx.x / 32;
@@ -274,7 +295,7 @@ __device__ void merge(const float *partial, const float2 *norms, T *out, const u
     size_t step = (size_t)kv_heads * padded, first = (size_t)kv_head * padded + row;
     // Lane `s` knows split `s`: there are at most 32.
     float2 norm = lane < active ? norms[first + lane * step] : make_float2(NEG_INF, 0.0f);
-    float weight = exp2f(norm.x - warp_max(norm.x));
+    float weight = power_of_two(norm.x - warp_max(norm.x));
     weight /= warp_sum(weight * norm.y);
     partial += first * D + lane;
     float x[N] = {};
@@ -299,6 +320,7 @@ __device__ void attend_f32(const float *q, int q_stride, const float *k_cache, c
     constexpr int N = D / 32;
     __shared__ float parts[WARPS][D];
     __shared__ float2 norms[WARPS];
+    inputs_ready();
     int width = gridDim.x, slot = blockIdx.x, head = blockIdx.y, kv_heads = gridDim.y / group;
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int before = *prefix, keys = before + width;

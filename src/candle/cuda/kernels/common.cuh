@@ -64,6 +64,16 @@ __device__ __forceinline__ float block_sum(float x) {
     return x;
 }
 
+// Lets the next kernel start, which waits here itself, and waits for what the kernels before this one write. To be
+// called by every thread before it reads or writes memory: a kernel counts as done when its blocks are, and those that
+// follow rely on that.
+__device__ __forceinline__ void inputs_ready() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 // Whether this block is the last of `blocks` to get here. What the others wrote to global memory before is
 // visible to the last one. The counter is 0 again afterwards, so a graph can be replayed.
 __device__ __forceinline__ bool last_block(unsigned *counter, unsigned blocks) {

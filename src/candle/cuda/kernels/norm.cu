@@ -48,6 +48,7 @@ __device__ void embed_norm(const uint32_t *tokens, const T *table, float *residu
 // out = norm of the row. `tap`, unless null, gets the row as it is: row `r` of it starts at `tap + r * tap_stride`.
 template <typename T>
 __device__ void norm(const float *rows, const float *weight, float eps, T *out, T *tap, int tap_stride, int size) {
+    inputs_ready();
     size_t row = blockIdx.x;
     float4 x[MAX_CHUNKS];
 #pragma unroll
@@ -65,6 +66,7 @@ __device__ void norm(const float *rows, const float *weight, float eps, T *out, 
 
 // out = silu(gate) * up; a row of `gate_up` is `size` gates and then `size` ups.
 template <typename T> __device__ void silu_mul(const T *gate_up, T *out, int size) {
+    inputs_ready();
     size_t row = blockIdx.y;
     int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x);
     if (i >= size)

@@ -11,6 +11,7 @@ __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const flo
                            const float2 *rope, const uint32_t *positions, const uint32_t *prefix, T *k_cache,
                            T *v_cache, int q_heads, int kv_heads) {
     constexpr int N = D / 64;
+    inputs_ready();
     int row = blockIdx.x;
     int head = blockIdx.y * blockDim.y + threadIdx.y;
     int heads = q_heads + 2 * kv_heads;

@@ -210,11 +210,8 @@ impl Report {
     fn finish(self) -> usize {
         self.progress.finish_and_clear();
         if self.near_ties > 0 {
-            println!(
-                "{} near ties tolerated (path sums within {:e})",
-                self.near_ties,
-                compare::NEAR
-            );
+            let near = compare::NEAR;
+            println!("near ties tolerated: {} (path sums within {near:e})", self.near_ties);
         }
         println!("{} passed, {} failed", self.passed, self.failed);
         self.failed

@@ -114,7 +114,7 @@ pub fn check_picks<V: Verifier>(
 
     let mut picks_asking = |at_least: PickRule| {
         let mut sampler = Sampler::default();
-        sampler.start(sampling, vocab_size, prompt.len());
+        sampler.start(sampling, vocab_size, prompt.len(), prompt.len() + tree.len());
         let rule = sampler.rule().max(at_least);
         let mut tokens = prompt.to_vec();
         let (mut ids, mut all, mut by_id) = (Vec::new(), Vec::new(), false);

@@ -218,6 +218,7 @@ impl Session {
         session.commit.reserve(depth);
         if session.plan.algorithm().needs_tree_mask() || session.plan.shadow() {
             session.builder.reserve(session.plan.tree().budget);
+            session.filtered.reserve(session.plan.tree().budget + 1);
         }
         if session.plan.algorithm().needs_tree_mask() && session.plan.wants_bits() {
             session.mask.reserve(slots);
@@ -262,7 +263,6 @@ impl Session {
             });
         }
 
-        self.sampler.start(&request.sampling, capabilities.vocab_size, prompt.len());
         self.coupled = self.plan.coupled() && !request.sampling.is_greedy();
 
         self.stop_tokens.clone_from(&request.stop_tokens);
@@ -272,6 +272,10 @@ impl Session {
         self.prompt_len = prompt.len();
         self.tokens.clone_from(prompt);
         self.tokens.reserve(room.min(self.max_new_tokens).min(RESERVED_TOKENS));
+        let longest =
+            prompt.len() + room.min(self.max_new_tokens).saturating_add(self.plan.horizon());
+        let vocab_size = capabilities.vocab_size;
+        self.sampler.start(&request.sampling, vocab_size, prompt.len(), longest);
         self.committed = request.cached_prefix;
         self.news = self.tokens.len();
         self.stats.reset(self.plan.horizon());

@@ -50,12 +50,22 @@ impl Cut {
 }
 
 impl Sampler {
-    pub(crate) fn start(&mut self, settings: &Sampling, vocab_size: usize, prompt_len: usize) {
+    /// Begins a sequence whose paths have at most `longest` tokens.
+    pub(crate) fn start(
+        &mut self,
+        settings: &Sampling,
+        vocab_size: usize,
+        prompt_len: usize,
+        longest: usize,
+    ) {
         self.settings.clone_from(settings);
         self.vocab_size = vocab_size;
         self.prompt_len = prompt_len;
         self.path.clear();
         self.history = 0;
+        if self.rule() == PickRule::Pipeline {
+            self.path.reserve(longest);
+        }
     }
 
     pub(crate) fn set_constraint(&mut self, constraint: Option<Box<dyn Constraint>>) {

@@ -1,7 +1,7 @@
 //! Rows of logits on the host: the k largest, the normaliser, and log-probabilities.
 //!
-//! A vocabulary row is long (151,936 logits in the Qwen models) and a proposal has one per depth, so
-//! these functions are written to stay near the speed at which a row can be read. They are plain
+//! A vocabulary row is long (151,936 logits in the Qwen models) and a proposal has one per depth,
+//! so these functions are written to stay near the speed at which a row can be read. They are plain
 //! safe Rust in a shape that compilers turn into vector code on every target.
 //!
 //! # Order
@@ -20,12 +20,12 @@
 //!
 //! [`TopK`] first takes the maximum of every chunk of the row. The k-th largest chunk maximum is a
 //! value that at least k entries reach, so everything below it can be ignored, and only the few
-//! chunks that reach it are read again. Entries that pass go to a buffer of `2k` candidates; when it
-//! is full, the best k stay and the bar rises to the last of them.
+//! chunks that reach it are read again. Entries that pass go to a buffer of `2k` candidates; when
+//! it is full, the best k stay and the bar rises to the last of them.
 //!
-//! [`log_sum_exp`] reduces `exp(x)` to `2^n * exp(r)` with `|r| <= ln(2) / 2` (Cody and Waite, *Software
-//! Manual for the Elementary Functions*, 1980) and evaluates `exp(r)` as a polynomial of degree five
-//! whose coefficients minimise the largest relative error.
+//! [`log_sum_exp`] reduces `exp(x)` to `2^n * exp(r)` with `|r| <= ln(2) / 2` (Cody and Waite,
+//! *Software Manual for the Elementary Functions*, 1980) and evaluates `exp(r)` as a polynomial of
+//! degree five whose coefficients minimise the largest relative error.
 
 /// Width of the inner loops: a multiple of the vector width of common targets.
 const LANES: usize = 16;
@@ -67,10 +67,11 @@ pub enum LogitsError {
 ///
 /// # Complexity
 ///
-/// For a row of V logits, every method takes `O(V + k log k)` time whatever the values are: one pass over
-/// the row, then a second look at no more than `3k` of its chunks (at most 256 entries each), in which every
-/// accepted entry costs `O(1)` amortised. Ties do not change the bound: of equal entries, no more than
-/// `2k` are accepted before the bar rises above them. On common rows about k chunks are looked at again.
+/// For a row of V logits, every method takes `O(V + k log k)` time whatever the values are: one
+/// pass over the row, then a second look at no more than `3k` of its chunks (at most 256 entries
+/// each), in which every accepted entry costs `O(1)` amortised. Ties do not change the bound: of
+/// equal entries, no more than `2k` are accepted before the bar rises above them. On common rows
+/// about k chunks are looked at again.
 ///
 /// Space is `O(V / 16 + k)`, with `V / 256` in place of `V / 16` while `k <= V / 2048`.
 ///
@@ -110,8 +111,8 @@ impl TopK {
             + self.candidates.capacity() * size_of::<u64>()
     }
 
-    /// Appends the `min(k, logits.len())` largest entries of a row: their token ids to `tokens`, their
-    /// logits to `values`, in the [order](self#order) of this module.
+    /// Appends the `min(k, logits.len())` largest entries of a row: their token ids to `tokens`,
+    /// their logits to `values`, in the [order](self#order) of this module.
     ///
     /// The row is checked whole even if k is 0.
     ///
@@ -131,13 +132,13 @@ impl TopK {
         Ok(())
     }
 
-    /// Appends the `min(k, logits.len())` most probable tokens of a row and the natural logarithms of
-    /// their probabilities: one depth of a proposal.
+    /// Appends the `min(k, logits.len())` most probable tokens of a row and the natural logarithms
+    /// of their probabilities: one depth of a proposal.
     ///
-    /// A log-probability is the logit minus [`log_sum_exp`] of the whole row, not of the k entries; the
-    /// normaliser is rounded to f32 and subtracted in f32, as the published DDTree implementation does. None is
-    /// above zero. In a row that is `-inf` throughout, no token has any probability: each
-    /// log-probability is `-inf`.
+    /// A log-probability is the logit minus [`log_sum_exp`] of the whole row, not of the k entries;
+    /// the normaliser is rounded to f32 and subtracted in f32, as the published DDTree
+    /// implementation does. None is above zero. In a row that is `-inf` throughout, no token has
+    /// any probability: each log-probability is `-inf`.
     ///
     /// # Errors
     ///
@@ -174,13 +175,13 @@ impl TopK {
         Ok(())
     }
 
-    /// Leaves the `min(k, logits.len())` best entries in `candidates`, best first, and returns the row's
-    /// maximum.
+    /// Leaves the `min(k, logits.len())` best entries in `candidates`, best first, and returns the
+    /// row's maximum.
     fn rank(&mut self, logits: &[f32], k: usize) -> Result<f32, LogitsError> {
         check_len(logits)?;
         let k = k.min(logits.len());
-        // Short chunks when k is large: several chunks per wanted entry let the prefilter exclude most of
-        // the row.
+        // Short chunks when k is large: several chunks per wanted entry let the prefilter exclude
+        // most of the row.
         let chunk_len = (logits.len() / (8 * k.max(1)) / LANES * LANES).clamp(LANES, CHUNK);
 
         self.candidates.clear();
@@ -278,10 +279,11 @@ pub fn argmax(logits: &[f32]) -> Result<(u32, f32), LogitsError> {
 ///
 /// # Accuracy
 ///
-/// The result differs from the exact one by at most `6.5e-7 + 6e-8 * ln(V)` for V logits, which is `1.4e-6` for
-/// 151,936. The first part covers the exponentials and their sum, the second the rounding of the
-/// differences to the maximum. These errors mostly cancel: a normally distributed row of 151,936 is off by less than
-/// `1e-7`. Entries more than 86 below the maximum count as if they were 86 below.
+/// The result differs from the exact one by at most `6.5e-7 + 6e-8 * ln(V)` for V logits, which is
+/// `1.4e-6` for 151,936. The first part covers the exponentials and their sum, the second the
+/// rounding of the differences to the maximum. These errors mostly cancel: a normally distributed
+/// row of 151,936 is off by less than `1e-7`. Entries more than 86 below the maximum count as if
+/// they were 86 below.
 ///
 /// # Complexity
 ///
@@ -318,7 +320,8 @@ fn log_sum_exp_below(logits: &[f32], max: f32) -> f64 {
     if max == f32::NEG_INFINITY {
         return f64::NEG_INFINITY;
     }
-    // f32 would lose digits over a whole row: it adds runs of four terms, then four runs; f64 does the rest.
+    // f32 would lose digits over a whole row: it adds runs of four terms, then four runs; f64 does
+    // the rest.
     let mut sum = 0f64;
     for chunk in logits.chunks(CHUNK) {
         let (blocks, rest) = chunk.as_chunks::<LANES>();
@@ -342,17 +345,18 @@ fn log_sum_exp_below(logits: &[f32], max: f32) -> f64 {
 
 /// `exp(x)` for `x <= 0`, with `exp(-86)` for everything below -86.
 ///
-/// `exp(0)` is exactly 1. The relative error is below `2.5e-7`: `1.1e-7` from the polynomial, the rest
-/// from rounding. There is no branch and no call, so that loops around it vectorise.
+/// `exp(0)` is exactly 1. The relative error is below `2.5e-7`: `1.1e-7` from the polynomial, the
+/// rest from rounding. There is no branch and no call, so that loops around it vectorise.
 #[inline(always)]
 fn exp(x: f32) -> f32 {
     /// Adding it to a small number rounds that to an integer, found in the low mantissa bits.
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
-    /// `ln(2)` in two parts; the first has so few digits that its product with an exponent is exact.
-    const LN_2_HIGH: f32 = 0.693_359_375;
+    /// `ln(2)` in two parts; the first has so few digits that its product with an exponent is
+    /// exact.
+    const LN_2_HIGH: f32 = 355.0 / 512.0;
     const LN_2_LOW: f32 = -2.121_944_4e-4;
     /// `exp(r)` is approximated by `1 + r + r^2 * q(r)`; these are the coefficients of q.
-    const Q: [f32; 4] = [0.499_992_31, 0.166_671_16, 0.041_890_334, 0.008_312_503];
+    const Q: [f32; 4] = [0.499_992_3, 0.166_671_16, 0.041_890_334, 0.008_312_503];
 
     let x = larger(x, -86.0);
     let rounded = x * std::f32::consts::LOG2_E + ROUND;
@@ -401,7 +405,8 @@ fn scan(chunk: &[f32]) -> Scan {
     }
 }
 
-/// The larger of two numbers. Unlike `f32::max` it is one instruction where NaN need not be respected.
+/// The larger of two numbers. Unlike `f32::max` it is one instruction where NaN need not be
+/// respected.
 #[inline(always)]
 fn larger(a: f32, b: f32) -> f32 {
     if a > b { a } else { b }

@@ -70,8 +70,9 @@ pub fn write_rows<W: Word>(mask: &AncestorMask, out: &mut [W]) -> Result<(), Err
 }
 
 /// Bytes of a packed mask of `slots` queries over `prefix + slots` keys.
+/// Saturates where no buffer could be that large.
 pub fn packed_len(slots: usize, prefix: usize) -> usize {
-    (slots * (prefix + slots)).div_ceil(8)
+    slots.saturating_mul(prefix.saturating_add(slots)).div_ceil(8)
 }
 
 /// Writes one bit per query and key, prefix included, without gaps between rows:

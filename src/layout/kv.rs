@@ -140,7 +140,8 @@ pub fn write_places(
 ///
 /// # Errors
 ///
-/// If `out` is too small or the storage has no such row.
+/// If `out` is too small or the storage cannot have held the accepted slots.
+/// Nothing is written then.
 ///
 /// ```
 /// use ddtree::{Acceptance, CommitPlan, DraftTree, layout::kv, walk};
@@ -164,6 +165,8 @@ pub fn write_moves(
 ) -> Result<usize, Error> {
     let needed = plan.moves().count();
     room(out.len(), needed)?;
+    let slots = plan.slots().last().map_or(0, |&last| last as usize + 1);
+    map.check(plan.start(), slots)?;
     for ((from, to), out) in plan.moves().zip(out) {
         *out = (map.place(from)?, map.place(to)?);
     }

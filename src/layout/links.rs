@@ -1,6 +1,6 @@
 //! Links between slots, for kernels that walk the tree themselves.
 
-use super::{Element, element, room, room_in};
+use super::{Element, element, room_in};
 use crate::{DraftTree, Error};
 
 /// Writes the first child's and the next sibling's slot of every slot, -1 where
@@ -37,8 +37,7 @@ pub fn write<T: Element>(
         return Err(Error::Length { field: "next_sibling", found, accepted });
     }
     let none = element("next_token", -1)?;
-    for (links, out) in
-        [(tree.first_children(), next_token), (tree.next_siblings(), next_sibling)]
+    for (links, out) in [(tree.first_children(), next_token), (tree.next_siblings(), next_sibling)]
     {
         let (tree_part, padding) = out.split_at_mut(links.len());
         for (link, out) in links.iter().zip(tree_part) {
@@ -62,16 +61,20 @@ pub fn write_index<T: Element>(first: usize, out: &mut [T]) -> Result<(), Error>
     Ok(())
 }
 
+/// Slots without children, ascending; the root if it is alone.
+fn leaf_slots(tree: &DraftTree) -> impl DoubleEndedIterator<Item = usize> + '_ {
+    (0..tree.len()).filter(|&slot| tree.first_children()[slot] == crate::tree::NONE)
+}
+
 /// Number of leaves: nodes without children; 1 for a lone root.
 pub fn leaves(tree: &DraftTree) -> usize {
-    tree.first_children().iter().filter(|&&child| child == crate::tree::NONE).count()
+    leaf_slots(tree).count()
 }
 
 /// Number of ids that [`write_sequences`] writes: over all leaves, the slots on
 /// the path to it.
 pub fn sequence_ids(tree: &DraftTree) -> usize {
-    let leaf = |slot: &usize| tree.first_children()[*slot] == crate::tree::NONE;
-    (0..tree.len()).filter(leaf).map(|leaf| tree.depths()[leaf] as usize + 1).sum()
+    leaf_slots(tree).map(|leaf| tree.depths()[leaf] as usize + 1).sum()
 }
 
 /// Writes, for engines without a tree mask, the sequences that every slot
@@ -87,62 +90,65 @@ pub fn sequence_ids(tree: &DraftTree) -> usize {
 ///
 /// # Errors
 ///
-/// If `counts` is shorter than the tree, `ids` shorter than [`sequence_ids`], or
-/// the last id is above `i32::MAX`.
+/// If `counts` is shorter than the tree, `ids` shorter than [`sequence_ids`],
+/// `first` negative, or the last id or the number of ids above `i32::MAX`.
 ///
 /// ```
 /// use ddtree::{DraftTree, layout::links};
 ///
 /// let tree = DraftTree::from_parents(&[7, 4, 9, 5], &[-1, 0, 0, 1])?;
-/// let (mut counts, mut ids) = ([0; 4], [0; 5]);
-/// links::write_sequences(&tree, 10, &mut counts, &mut ids)?;
+/// let (mut counts, mut ids) = ([0; 4], [0; 6]);
+/// links::write_sequences(&tree, 10, &mut counts, &mut ids[..5])?;
 /// assert_eq!(counts, [2, 1, 1, 1]);
-/// // The leaves are slots 2 and 3.
-/// assert_eq!(ids, [10, 11, 11, 10, 11]);
+/// // The leaves are slots 2 and 3: the root is in both of their sequences.
+/// assert_eq!(ids[..5], [10, 11, 11, 10, 11]);
 /// # Ok::<(), ddtree::Error>(())
 /// ```
 ///
 /// # Complexity
 ///
-/// Linear in the number of ids written and quadratic in none; no scratch.
+/// Linear in the number of ids written; no scratch.
 pub fn write_sequences(
     tree: &DraftTree,
     first: i32,
     counts: &mut [i32],
     ids: &mut [i32],
 ) -> Result<(), Error> {
+    let (leaves, needed) = (leaves(tree), sequence_ids(tree));
     room_in("counts", counts.len(), tree.len())?;
-    room_in("ids", ids.len(), sequence_ids(tree))?;
-    let leaf_ids = leaves(tree);
-    if i64::from(first) + leaf_ids as i64 - 1 > i64::from(i32::MAX) {
-        return Err(Error::setting("first", first, "so that all ids fit i32"));
+    room_in("ids", ids.len(), needed)?;
+    let limit = i32::MAX as usize;
+    if first < 0 || first as usize + leaves > limit || needed > limit {
+        let accepted = format_args!("0 to {limit}, less the {leaves} leaves of the tree");
+        return Err(Error::setting("first", first, accepted));
     }
-    let counts = &mut counts[..tree.len()];
-    counts.fill(0);
-    let is_leaf = |slot: usize| tree.first_children()[slot] == crate::tree::NONE;
-    for leaf in (0..tree.len()).filter(|&slot| is_leaf(slot)) {
-        for slot in tree.ancestors(leaf) {
-            counts[slot] += 1;
-        }
+    // Until all ids are written, `counts[i]` is where those of slot `i` end. The
+    // last leaf's id is written first, each time one place before the ids that
+    // the slot has already, so that every end becomes a beginning.
+    let ends = &mut counts[..tree.len()];
+    ends.fill(0);
+    for leaf in leaf_slots(tree) {
+        tree.ancestors(leaf).for_each(|slot| ends[slot] += 1);
     }
-    // Each slot's ids end where the next slot's begin. Filled from the back, a
-    // count turns into a place, and back into a count by the end.
-    let mut id = first + leaf_ids as i32;
     let mut end = 0;
-    for count in counts.iter_mut() {
+    for count in ends.iter_mut() {
         end += *count;
         *count = end;
     }
-    for leaf in (0..tree.len()).rev().filter(|&slot| is_leaf(slot)) {
+    let mut id = first + leaves as i32;
+    for leaf in leaf_slots(tree).rev() {
         id -= 1;
         for slot in tree.ancestors(leaf) {
-            counts[slot] -= 1;
-            ids[counts[slot] as usize] = id;
+            ends[slot] -= 1;
+            ids[ends[slot] as usize] = id;
         }
     }
+    // A slot has as many ids as lie between its beginning and the next one's.
     let mut next = end;
-    for count in counts.iter_mut().rev() {
-        (*count, next) = (next - *count, *count);
+    for beginning in ends.iter_mut().rev() {
+        let count = next - *beginning;
+        next = *beginning;
+        *beginning = count;
     }
     Ok(())
 }

@@ -12,7 +12,7 @@
 //! | tokens | `[N]` | token id | the root's token |
 //! | positions | `[N]` | `p + depth` | `p` |
 //! | parents | `[N]` | parent slot, -1 for the root | -1 |
-//! | depths | `[N]` | depth | 0 |
+//! | depths | `[N]` | depth (TensorRT-LLM `spec_decoding_position_offsets`) | 0 |
 //!
 //! # Masks over queries and keys
 //!
@@ -42,6 +42,11 @@
 //! `(from, to)`, to be done in order and in place. A [`kv::RowMap`] turns rows
 //! into places: pages of a block table, or a ring buffer.
 //!
+//! | writer | engine | shape | element |
+//! |---|---|---|---|
+//! | [`kv::write_places`] | `slot_mapping` of paged engines | `[N]` | place of row `p + i`; in pages of `s` rows, `block_table[r / s] * s + r % s` for `r = p + i` |
+//! | [`kv::write_moves`] | all | `[moves]` | places `(from, to)` |
+//!
 //! # Padding
 //!
 //! A mask made by [`AncestorMask::build_padded`](crate::AncestorMask::build_padded)
@@ -55,6 +60,18 @@
 //!
 //! A batch concatenates sequences. Offset arrays have `B + 1` entries, start
 //! with 0, and entry `b + 1` minus entry `b` is the size of sequence `b`.
+//!
+//! | writer | engine | size of a sequence |
+//! |---|---|---|
+//! | [`batch::slot_offsets`] | FlashInfer `qo_indptr`, `cu_seqlens_q` | slots |
+//! | [`batch::key_offsets`] | `cu_seqlens_k` | committed rows and slots |
+//! | [`batch::page_offsets`] | FlashInfer `kv_indptr` | pages in use |
+//! | [`batch::mask_offsets`] | SGLang `FULL_MASK`, FlashInfer `mask_indptr` of boolean masks | elements of the dense mask |
+//! | [`batch::packed_offsets`] | FlashInfer `mask_indptr` of packed masks | **bytes** of the packed mask |
+//!
+//! [`batch::last_page_lens`] has one entry per sequence (FlashInfer
+//! `last_page_len`), as does TensorRT-LLM's `spec_decoding_generation_lengths`:
+//! [`DraftTree::len`](crate::DraftTree::len).
 //!
 //! # Common rules
 //!

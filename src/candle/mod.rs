@@ -1,1 +1,23 @@
-//! The backend on [candle](candle_core): targets, drafters and their caches.
+//! The candle backend: a complete decoder and drafter behind the crate's traits.
+
+mod attention;
+mod cache;
+mod config;
+mod decoder;
+pub mod dflash;
+mod error;
+mod gguf;
+mod layers;
+mod rope;
+mod target;
+mod weights;
+
+pub use cache::KvCache;
+pub use config::{Architecture, DecoderConfig};
+pub use decoder::{DecoderModel, Forward, Output, Want};
+pub use error::{Error, Result};
+pub use gguf::{Gguf, Rounding};
+pub use layers::{Embedding, LmHead};
+pub use rope::{RopeConfig, RopeScaling};
+pub use target::{CandleTarget, Taps};
+pub use weights::Weights;

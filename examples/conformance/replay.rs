@@ -1,0 +1,112 @@
+//! A text generated again, round by round beside the reference.
+
+use anyhow::{Context, Result, anyhow, bail, ensure};
+use ddtree::{
+    Committed, Config, Decoder, Drafter, Finish, Proposal, ProposalRequest, Request,
+    candle::{CandleTarget, Taps, dflash::DFlash},
+};
+
+use crate::{
+    compare,
+    golden::{Decode, Run, Settings},
+};
+
+/// Entries per depth beyond those that trees are built from: in a near tie, what the reference
+/// drafted instead may be ranked just below.
+const MARGIN: usize = 8;
+
+/// Generates the text of `case` as `run` did, and compares tokens, acceptance lengths, trees and
+/// paths. Returns descriptions of the near ties that were tolerated.
+pub fn replay(
+    target: &mut CandleTarget,
+    drafter: &mut DFlash,
+    settings: &Settings,
+    case: &Decode,
+    run: &Run,
+) -> Result<Vec<String>> {
+    let lengths = &run.acceptance_lengths;
+    // The reference lets its last round overshoot the limit, so ours is set where it does not matter.
+    let limit = 1 + lengths.iter().sum::<usize>() + settings.block_size;
+    let config =
+        Config::new(run.algorithm).block_size(settings.block_size).budget(run.budget).trace(true);
+    let request = Request::new(&case.prompt_ids)
+        .max_new_tokens(limit.max(settings.max_new_tokens))
+        .stop_tokens(&[settings.stop_token]);
+    let drafter = Recorder { drafter, proposal: Proposal::new() };
+    let mut decoder = Decoder::new((target, drafter), &config)?;
+    decoder.start(&request)?;
+    decoder.step()?.context("no token came from the prompt")?;
+
+    let mut near_ties = Vec::new();
+    for (index, &length) in lengths.iter().enumerate() {
+        let number = index + 1;
+        if decoder.session().finish() == Some(Finish::StopToken) && index == 0 {
+            // The reference looks for stop tokens only after its first round.
+            break;
+        }
+        let Some(_) = decoder.step().with_context(|| format!("round {number}"))? else {
+            bail!("the text ends after {index} rounds, the reference's after {}", lengths.len());
+        };
+        let trace = decoder.session().trace().last().context("the session keeps no trace")?;
+        if let Some(reference) = run.rounds.get(index) {
+            let proposal = &decoder.engine().1.proposal;
+            let verdict = compare::round(trace, reference, proposal);
+            let near_tie = verdict.map_err(|difference| anyhow!("round {number}: {difference}"))?;
+            near_ties.extend(near_tie.map(|tie| format!("round {number}: {tie}")));
+        }
+        let found = trace.path.len();
+        ensure!(found == length, "round {number}: acceptance length {found}, reference: {length}");
+    }
+
+    let tokens = decoder.session().generated();
+    let stop = tokens.iter().position(|&token| token == settings.stop_token);
+    let end = stop.map_or(tokens.len(), |stop| stop + 1).min(settings.max_new_tokens);
+    let (tokens, expected) = (&tokens[..end], &run.output[..]);
+    let expected =
+        &expected[..if run.output_is_longer { end.min(expected.len()) } else { expected.len() }];
+    if let Some(index) = (0..end.max(expected.len())).find(|&i| tokens.get(i) != expected.get(i)) {
+        let show = |token: Option<&u32>| token.map_or("nothing".to_owned(), u32::to_string);
+        bail!(
+            "token {}: {}, reference: {}",
+            index + 1,
+            show(tokens.get(index)),
+            show(expected.get(index))
+        );
+    }
+    Ok(near_ties)
+}
+
+/// Passes on what a drafter proposes, and keeps it.
+struct Recorder<'a> {
+    drafter: &'a mut DFlash,
+    proposal: Proposal,
+}
+
+impl Drafter<Taps> for Recorder<'_> {
+    type Error = <DFlash as Drafter<Taps>>::Error;
+
+    fn horizon(&self) -> usize {
+        self.drafter.horizon()
+    }
+
+    fn reset(&mut self, keep: usize) -> Result<(), Self::Error> {
+        self.drafter.reset(keep)
+    }
+
+    fn observe(&mut self, committed: &Committed<'_>, taps: &Taps) -> Result<(), Self::Error> {
+        Drafter::observe(self.drafter, committed, taps)
+    }
+
+    fn propose(
+        &mut self,
+        request: &ProposalRequest,
+        proposal: &mut Proposal,
+    ) -> Result<(), Self::Error> {
+        let (root, position) = (request.root(), request.position());
+        let top_k = request.top_k() + MARGIN;
+        let wider = ProposalRequest::new(root, position, request.horizon(), top_k);
+        self.drafter.propose(&wider, proposal)?;
+        self.proposal.clone_from(proposal);
+        Ok(())
+    }
+}

@@ -1,0 +1,216 @@
+//! Key/value rows of a decoder, kept as one buffer per layer that is written and compacted in place.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::{Error, Result};
+
+/// Rows that a cache holds at first, before it doubles.
+const INITIAL_ROWS: usize = 256;
+
+/// The keys and values of every layer, `[kv_heads, capacity, head_dim]` each.
+///
+/// Rows `0..len()` are committed: row `r` belongs to the token at position `r`. A forward pass
+/// writes its rows behind them without moving `len`, so an abandoned or failed pass leaves the
+/// committed rows as they were; [`commit`](Self::commit) then keeps the accepted rows.
+///
+/// Capacity doubles up to the limit given at creation; no step copies rows otherwise. The heads
+/// come first so that `keys[.., ..rows, ..]` is a plain view for a batched product.
+#[derive(Debug)]
+pub struct KvCache {
+    layers: Vec<LayerCache>,
+    len: usize,
+    max_len: usize,
+}
+
+#[derive(Debug)]
+struct LayerCache {
+    keys: Tensor,
+    values: Tensor,
+}
+
+impl KvCache {
+    pub(crate) fn new(
+        layers: usize,
+        kv_heads: usize,
+        head_dim: usize,
+        max_len: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let shape = (kv_heads, INITIAL_ROWS.min(max_len), head_dim);
+        let layers = (0..layers)
+            .map(|_| {
+                Ok(LayerCache {
+                    keys: Tensor::zeros(shape, dtype, device)?,
+                    values: Tensor::zeros(shape, dtype, device)?,
+                })
+            })
+            .collect::<Result<_>>()?;
+        Ok(Self { layers, len: 0, max_len })
+    }
+
+    /// Committed rows, equal to the position of the next token.
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether no row is committed.
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The most rows that the cache can ever hold.
+    pub fn max_len(&self) -> usize {
+        self.max_len
+    }
+
+    /// How many layers have rows here.
+    pub fn num_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Bytes held by the buffers.
+    pub fn memory_usage(&self) -> usize {
+        self.layers
+            .iter()
+            .flat_map(|layer| [&layer.keys, &layer.values])
+            .map(|t| t.elem_count() * t.dtype().size_in_bytes())
+            .sum()
+    }
+
+    /// Forgets the rows from `len` on. Costs nothing; the buffers stay.
+    ///
+    /// # Errors
+    /// `len` is larger than [`len()`](Self::len).
+    pub fn truncate(&mut self, len: usize) -> Result<()> {
+        if len > self.len {
+            return Err(Error::argument("len", len, format!("at most {} rows", self.len)));
+        }
+        self.len = len;
+        Ok(())
+    }
+
+    /// Commits the next `rows` rows as a forward pass wrote them.
+    ///
+    /// # Errors
+    /// That many rows have never been written.
+    pub fn extend(&mut self, rows: usize) -> Result<()> {
+        let room = self.capacity() - self.len;
+        if rows > room {
+            return Err(Error::argument("rows", rows, format!("at most {room} written rows")));
+        }
+        self.len += rows;
+        Ok(())
+    }
+
+    /// Keeps the rows `base + slots[i]` as rows `base + i`, and commits `base + slots.len()` rows.
+    ///
+    /// `slots` are the accepted slots of a verified tree, root first; they rise strictly, so every
+    /// row moves towards the front or stays. An identity prefix is not touched.
+    ///
+    /// # Errors
+    /// `base` is not the committed length, `slots` do not rise strictly or lie outside the buffer.
+    /// No row has moved then. An error from candle while rows move leaves the committed rows
+    /// `0..base` intact and the length unmoved.
+    pub fn commit(&mut self, base: usize, slots: &[u32]) -> Result<()> {
+        if base != self.len {
+            return Err(Error::argument(
+                "base",
+                base,
+                format!("the committed length {}", self.len),
+            ));
+        }
+        if slots.windows(2).any(|pair| pair[0] >= pair[1]) {
+            return Err(Error::argument("slots", format!("{slots:?}"), "strictly rising slots"));
+        }
+        let capacity = self.capacity();
+        if let Some(&last) = slots.last()
+            && last as usize >= capacity - base
+        {
+            return Err(Error::argument(
+                "slots",
+                last,
+                format!("slots below {} (rows written by a forward pass)", capacity - base),
+            ));
+        }
+        let kept = slots.iter().enumerate().take_while(|&(i, &slot)| i == slot as usize).count();
+        if kept < slots.len() {
+            let rows: Vec<u32> = slots[kept..].iter().map(|&slot| base as u32 + slot).collect();
+            for layer in &self.layers {
+                for buffer in [&layer.keys, &layer.values] {
+                    let rows = Tensor::new(rows.as_slice(), buffer.device())?;
+                    // The gather is a copy, so source and destination rows may overlap.
+                    buffer.slice_set(&buffer.index_select(&rows, 1)?, 1, base + kept)?;
+                }
+            }
+        }
+        self.len = base + slots.len();
+        Ok(())
+    }
+
+    /// A copy of the committed keys of a layer, `[kv_heads, len, head_dim]`, rotated as cached.
+    ///
+    /// # Errors
+    /// `layer` is out of range.
+    pub fn keys(&self, layer: usize) -> Result<Tensor> {
+        Ok(self.layer(layer)?.keys.narrow(1, 0, self.len)?.force_contiguous()?)
+    }
+
+    /// A copy of the committed values of a layer, `[kv_heads, len, head_dim]`.
+    ///
+    /// # Errors
+    /// `layer` is out of range.
+    pub fn values(&self, layer: usize) -> Result<Tensor> {
+        Ok(self.layer(layer)?.values.narrow(1, 0, self.len)?.force_contiguous()?)
+    }
+
+    fn layer(&self, layer: usize) -> Result<&LayerCache> {
+        self.layers.get(layer).ok_or_else(|| {
+            Error::argument("layer", layer, format!("a layer below {}", self.layers.len()))
+        })
+    }
+
+    fn capacity(&self) -> usize {
+        let buffers = self.layers.iter().flat_map(|l| [&l.keys, &l.values]);
+        buffers.map(|buffer| buffer.dims()[1]).min().unwrap_or(0)
+    }
+
+    /// Makes room for `rows` rows.
+    pub(crate) fn reserve(&mut self, rows: usize) -> Result<()> {
+        if rows > self.max_len {
+            return Err(Error::argument(
+                "rows",
+                rows,
+                format!("at most {} (the cache limit)", self.max_len),
+            ));
+        }
+        let buffers = self.layers.iter_mut().flat_map(|l| [&mut l.keys, &mut l.values]);
+        for buffer in buffers {
+            let (heads, capacity, dim) = buffer.dims3()?;
+            if capacity < rows {
+                let shape = (heads, (capacity * 2).max(rows).min(self.max_len), dim);
+                let grown = Tensor::zeros(shape, buffer.dtype(), buffer.device())?;
+                grown.slice_set(buffer, 1, 0)?;
+                *buffer = grown;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes `keys` and `values` (`[kv_heads, n, head_dim]`, contiguous) as rows `start..start + n`
+    /// of `layer` and returns views of rows `first..start + n`. Room was made by `reserve`.
+    pub(crate) fn write(
+        &self,
+        layer: usize,
+        start: usize,
+        first: usize,
+        keys: &Tensor,
+        values: &Tensor,
+    ) -> Result<(Tensor, Tensor)> {
+        let buffers = self.layer(layer)?;
+        let rows = start + keys.dim(1)? - first;
+        buffers.keys.slice_set(keys, 1, start)?;
+        buffers.values.slice_set(values, 1, start)?;
+        Ok((buffers.keys.narrow(1, first, rows)?, buffers.values.narrow(1, first, rows)?))
+    }
+}

@@ -1,0 +1,550 @@
+//! Hugging Face `config.json` as one decoder description.
+
+use std::path::Path;
+
+use serde_json::{Map, Value};
+
+use super::rope::{RopeConfig, RopeScaling};
+use super::{Error, Result};
+
+/// The decoder families that one configuration describes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Architecture {
+    /// `LlamaForCausalLM` (Llama 2, 3.x, SmolLM2, ...).
+    Llama,
+    /// `Qwen2ForCausalLM` (Qwen2, Qwen2.5).
+    Qwen2,
+    /// `Qwen3ForCausalLM`.
+    Qwen3,
+}
+
+impl Architecture {
+    const ALL: [(Architecture, &'static str, &'static str); 3] = [
+        (Architecture::Llama, "LlamaForCausalLM", "llama"),
+        (Architecture::Qwen2, "Qwen2ForCausalLM", "qwen2"),
+        (Architecture::Qwen3, "Qwen3ForCausalLM", "qwen3"),
+    ];
+
+    /// From `model_type` of a configuration or `general.architecture` of a GGUF file.
+    pub(crate) fn from_model_type(field: &str, found: &str) -> Result<Self> {
+        Self::ALL
+            .iter()
+            .find(|(_, _, model_type)| *model_type == found)
+            .map(|(architecture, ..)| *architecture)
+            .ok_or_else(|| Error::config(field, quoted(found), "llama, qwen2, qwen3"))
+    }
+}
+
+/// Everything that the shape of a pre-norm rotary decoder depends on.
+///
+/// ```
+/// use ddtree::candle::{Architecture, DecoderConfig};
+///
+/// let config = DecoderConfig::from_json(
+///     r#"{
+///         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 32000,
+///         "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
+///         "num_attention_heads": 4, "num_key_value_heads": 2, "rms_norm_eps": 1e-5,
+///         "max_position_embeddings": 2048, "eos_token_id": [2, 7]
+///     }"#,
+/// )?;
+/// assert_eq!(config.architecture, Architecture::Llama);
+/// assert_eq!(config.head_dim, 64);
+/// assert_eq!(config.eos_token_ids, [2, 7]);
+/// # Ok::<(), ddtree::candle::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct DecoderConfig {
+    /// The family, from `architectures` or `model_type`.
+    pub architecture: Architecture,
+    /// Rows of the embedding.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Width of the feed-forward layers.
+    pub intermediate_size: usize,
+    /// Query heads; a multiple of `num_kv_heads`.
+    pub num_heads: usize,
+    /// Key/value heads.
+    pub num_kv_heads: usize,
+    /// Width of a head; `num_heads * head_dim` need not equal `hidden_size`.
+    pub head_dim: usize,
+    /// Epsilon of every RMS norm.
+    pub rms_norm_eps: f64,
+    /// Rotary embedding.
+    pub rope: RopeConfig,
+    /// Positions that the checkpoint is made for.
+    pub max_positions: usize,
+    /// Whether the output projection is the embedding.
+    pub tie_word_embeddings: bool,
+    /// Whether the q, k and v projections have biases.
+    pub qkv_bias: bool,
+    /// Whether the attention output projection has a bias.
+    pub o_bias: bool,
+    /// Whether the feed-forward projections have biases.
+    pub mlp_bias: bool,
+    /// Whether queries and keys are normalised per head before rotation.
+    pub qk_norm: bool,
+    /// One entry per layer: the window of a sliding layer (a row sees that many positions, itself
+    /// included), nothing for full attention.
+    pub layer_windows: Vec<Option<usize>>,
+    /// Tokens that end a text; `generation_config.json` wins over `config.json`.
+    pub eos_token_ids: Vec<u32>,
+    /// The token that starts a text, if the checkpoint names one.
+    pub bos_token_id: Option<u32>,
+}
+
+impl DecoderConfig {
+    /// Reads `config.json` of a checkpoint folder, and the stop tokens of `generation_config.json`
+    /// if that file exists and names any.
+    ///
+    /// # Errors
+    /// A file that cannot be read or parsed; otherwise as [`from_json`](Self::from_json).
+    pub fn load(folder: impl AsRef<Path>) -> Result<Self> {
+        let folder = folder.as_ref();
+        let mut config = Self::from_map(&read_object(&folder.join("config.json"))?)?;
+        let generation = folder.join("generation_config.json");
+        if generation.exists() {
+            let generation = read_object(&generation)?;
+            let fields = Fields::new(&generation);
+            let eos = fields.token_ids("eos_token_id")?;
+            if !eos.is_empty() {
+                config.eos_token_ids = eos;
+            }
+        }
+        Ok(config)
+    }
+
+    /// Reads the text of a `config.json`.
+    ///
+    /// Keys that change the computation and are not understood are errors; keys that only matter
+    /// for training, generation or book-keeping are ignored.
+    ///
+    /// # Errors
+    /// Text that is no JSON object; an unsupported architecture, activation, quantisation or rope
+    /// scaling; a missing, ill-typed or contradictory field.
+    pub fn from_json(text: &str) -> Result<Self> {
+        Self::from_map(&parse_object(text, Path::new("config.json"))?)
+    }
+
+    fn from_map(map: &Map<String, Value>) -> Result<Self> {
+        let fields = Fields::new(map);
+        let model_type = fields.str("model_type")?;
+        let architecture = match fields.value("architectures") {
+            None => Architecture::from_model_type("model_type", model_type.unwrap_or("(absent)"))?,
+            Some(found) => {
+                let (architecture, _, expected) = Architecture::ALL
+                    .into_iter()
+                    .find(|(_, name, _)| {
+                        found.as_array().is_some_and(|list| list.len() == 1 && list[0] == *name)
+                    })
+                    .ok_or_else(|| {
+                        Error::config(
+                            "architectures",
+                            found,
+                            "one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+                        )
+                    })?;
+                if let Some(found) = model_type.filter(|found| *found != expected) {
+                    return Err(Error::config("model_type", quoted(found), expected));
+                }
+                architecture
+            }
+        };
+        Self::from_fields(&fields, architecture)
+    }
+
+    /// Reads the keys of an `architecture` whatever `architectures` and `model_type` say: drafters
+    /// reuse Qwen3's keys under a name of their own.
+    pub(crate) fn from_fields(fields: &Fields<'_>, architecture: Architecture) -> Result<Self> {
+        let llama = architecture == Architecture::Llama;
+        let act = fields.str("hidden_act")?.unwrap_or("silu");
+        if act != "silu" {
+            return Err(Error::config("hidden_act", quoted(act), "silu"));
+        }
+        fields.must_be_absent("quantization_config", "unquantised weights, or a GGUF file")?;
+
+        let hidden_size = fields.positive("hidden_size")?;
+        let num_heads = fields.positive("num_attention_heads")?;
+        let num_kv_heads = fields.opt_positive("num_key_value_heads")?.unwrap_or(num_heads);
+        if num_heads % num_kv_heads != 0 {
+            return Err(Error::config(
+                "num_key_value_heads",
+                num_kv_heads,
+                format!("a divisor of num_attention_heads = {num_heads}"),
+            ));
+        }
+        let head_dim = match fields.opt_positive("head_dim")? {
+            Some(head_dim) => head_dim,
+            None if hidden_size % num_heads == 0 => hidden_size / num_heads,
+            None => {
+                return Err(Error::config(
+                    "head_dim",
+                    "nothing",
+                    format!(
+                        "a value, as hidden_size {hidden_size} / {num_heads} heads is not whole"
+                    ),
+                ));
+            }
+        };
+        let max_position_embeddings = fields.positive("max_position_embeddings")?;
+        let (rope, max_positions) =
+            rope_config(fields, head_dim, max_position_embeddings, llama.then_some(10_000.0))?;
+        let num_layers = fields.positive("num_hidden_layers")?;
+        let attention_bias = fields.bool("attention_bias", false)?;
+        let bos = fields.token_ids("bos_token_id")?;
+        Ok(Self {
+            architecture,
+            vocab_size: fields.positive("vocab_size")?,
+            hidden_size,
+            intermediate_size: fields.positive("intermediate_size")?,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            rms_norm_eps: fields.positive_f64("rms_norm_eps")?,
+            rope,
+            max_positions,
+            tie_word_embeddings: fields.bool("tie_word_embeddings", false)?,
+            qkv_bias: attention_bias || architecture == Architecture::Qwen2,
+            o_bias: attention_bias && architecture != Architecture::Qwen2,
+            mlp_bias: llama && fields.bool("mlp_bias", false)?,
+            qk_norm: architecture == Architecture::Qwen3,
+            layer_windows: layer_windows(fields, num_layers, !llama)?,
+            eos_token_ids: fields.token_ids("eos_token_id")?,
+            bos_token_id: bos.first().copied(),
+        })
+    }
+
+    /// Number of decoder layers.
+    pub fn num_layers(&self) -> usize {
+        self.layer_windows.len()
+    }
+}
+
+/// The window of every layer. `layer_types` decides where it is given; without it, Qwen checkpoints
+/// slide from layer `max_window_layers` on when `use_sliding_window` is set.
+fn layer_windows(
+    fields: &Fields<'_>,
+    num_layers: usize,
+    may_slide: bool,
+) -> Result<Vec<Option<usize>>> {
+    let declared = fields.opt_positive("sliding_window")?;
+    let slides = if may_slide {
+        fields.bool("use_sliding_window", false)?
+    } else {
+        fields.must_be_absent("sliding_window", "null for this architecture")?;
+        false
+    };
+    let window = || match declared {
+        Some(window) if slides => Ok(Some(window)),
+        Some(_) => {
+            Err(Error::config("use_sliding_window", false, "true, as there are sliding layers"))
+        }
+        None => {
+            Err(Error::config("sliding_window", "null", "a window, as there are sliding layers"))
+        }
+    };
+    match fields.value("layer_types") {
+        None if slides => {
+            let first = fields.opt_usize("max_window_layers")?.ok_or_else(|| {
+                Error::config(
+                    "max_window_layers",
+                    "nothing",
+                    "the first sliding layer, or layer_types",
+                )
+            })?;
+            (0..num_layers).map(|layer| if layer < first { Ok(None) } else { window() }).collect()
+        }
+        None => Ok(vec![None; num_layers]),
+        Some(found) => {
+            let types =
+                found.as_array().filter(|types| types.len() == num_layers).ok_or_else(|| {
+                    Error::config("layer_types", found, format!("{num_layers} entries"))
+                })?;
+            let layer = |(index, found): (usize, &Value)| match found.as_str() {
+                Some("full_attention") => Ok(None),
+                Some("sliding_attention") if may_slide => window(),
+                _ => {
+                    let accepted = if may_slide {
+                        "full_attention, sliding_attention"
+                    } else {
+                        "full_attention"
+                    };
+                    Err(Error::config(format!("layer_types[{index}]"), found, accepted))
+                }
+            };
+            types.iter().enumerate().map(layer).collect()
+        }
+    }
+}
+
+/// The rotary embedding, and how many positions it reaches.
+///
+/// transformers 5 writes `rope_parameters`, earlier versions `rope_scaling` and a top-level
+/// `rope_theta`; an inner `rope_theta` wins over the top-level one, as it does there.
+fn rope_config(
+    fields: &Fields<'_>,
+    head_dim: usize,
+    max_positions: usize,
+    default_theta: Option<f64>,
+) -> Result<(RopeConfig, usize)> {
+    let (old, new) = (fields.object("rope_scaling")?, fields.object("rope_parameters")?);
+    let none = Map::new();
+    let rope = match (old, new) {
+        (Some(old), Some(new)) if old.map != new.map => {
+            return Err(Error::config(
+                "rope_scaling",
+                Value::Object(old.map.clone()),
+                "the same as rope_parameters, or only one of the two",
+            ));
+        }
+        (Some(rope), _) | (None, Some(rope)) => rope,
+        (None, None) => Fields::new(&none),
+    };
+    let theta = match (rope.opt_f64("rope_theta")?, fields.opt_f64("rope_theta")?) {
+        (Some(theta), _) | (None, Some(theta)) => theta,
+        (None, None) => default_theta
+            .ok_or_else(|| Error::config("rope_theta", "nothing", "a base frequency"))?,
+    };
+    if theta <= 1.0 {
+        return Err(Error::config("rope_theta", theta, "a number above 1"));
+    }
+    let part =
+        match (rope.opt_f64("partial_rotary_factor")?, fields.opt_f64("partial_rotary_factor")?) {
+            (Some(part), _) | (None, Some(part)) => part,
+            (None, None) => 1.0,
+        };
+    let rotary_dim = (head_dim as f64 * part) as usize;
+    if !(part > 0.0 && part <= 1.0) || rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
+        return Err(Error::config(
+            "partial_rotary_factor",
+            part,
+            format!("a share of head_dim = {head_dim} that is even and not empty"),
+        ));
+    }
+
+    let kind = match (rope.str("rope_type")?, rope.str("type")?) {
+        (Some(kind), Some(old)) if kind != old => {
+            return Err(Error::config(rope.name("type"), quoted(old), "the same as rope_type"));
+        }
+        (Some(kind), _) | (None, Some(kind)) => kind,
+        (None, None) if rope.map.keys().all(|key| COMMON_ROPE_KEYS.contains(&key.as_str())) => {
+            "default"
+        }
+        (None, None) => {
+            return Err(Error::config(rope.name("rope_type"), "nothing", ROPE_TYPES));
+        }
+    };
+    let original = || rope.opt_positive("original_max_position_embeddings");
+    let mut reach = max_positions;
+    let (scaling, keys): (_, &[&str]) = match kind {
+        "default" => (RopeScaling::Default, &[]),
+        "dynamic" => {
+            rope.positive_f64("factor")?;
+            (RopeScaling::Default, &["factor", "original_max_position_embeddings"])
+        }
+        "linear" => (RopeScaling::Linear { factor: rope.positive_f64("factor")? }, &["factor"]),
+        "llama3" => {
+            let low_freq_factor = rope.positive_f64("low_freq_factor")?;
+            let high_freq_factor = rope.positive_f64("high_freq_factor")?;
+            if high_freq_factor <= low_freq_factor {
+                return Err(Error::config(
+                    rope.name("high_freq_factor"),
+                    high_freq_factor,
+                    format!("more than low_freq_factor = {low_freq_factor}"),
+                ));
+            }
+            let scaling = RopeScaling::Llama3 {
+                factor: rope.positive_f64("factor")?,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position: rope.positive("original_max_position_embeddings")?,
+            };
+            let keys = &[
+                "factor",
+                "low_freq_factor",
+                "high_freq_factor",
+                "original_max_position_embeddings",
+            ];
+            (scaling, keys)
+        }
+        "yarn" => {
+            let original = original()?.unwrap_or(max_positions);
+            let factor = match rope.opt_f64("factor")? {
+                Some(_) => rope.positive_f64("factor")?,
+                None => max_positions as f64 / original as f64,
+            };
+            reach = reach.max((original as f64 * factor) as usize);
+            let scaling = RopeScaling::Yarn {
+                factor,
+                beta_fast: rope.opt_f64("beta_fast")?.unwrap_or(32.0),
+                beta_slow: rope.opt_f64("beta_slow")?.unwrap_or(1.0),
+                original_max_position: original,
+                attention_factor: yarn_attention_factor(&rope, factor)?,
+                truncate: rope.bool("truncate", true)?,
+            };
+            (scaling, YARN_KEYS)
+        }
+        other => return Err(Error::config(rope.name("rope_type"), quoted(other), ROPE_TYPES)),
+    };
+    let unknown =
+        |key: &&String| !COMMON_ROPE_KEYS.contains(&key.as_str()) && !keys.contains(&key.as_str());
+    if let Some(key) = rope.map.keys().find(unknown) {
+        return Err(Error::config(
+            rope.name(key),
+            &rope.map[key],
+            format!("nothing, as rope type {kind} has no such parameter"),
+        ));
+    }
+    Ok((RopeConfig { theta, rotary_dim, scaling }, reach))
+}
+
+const ROPE_TYPES: &str = "default, linear, dynamic, llama3, yarn";
+const COMMON_ROPE_KEYS: &[&str] = &["rope_type", "type", "rope_theta", "partial_rotary_factor"];
+const YARN_KEYS: &[&str] = &[
+    "factor",
+    "original_max_position_embeddings",
+    "attention_factor",
+    "beta_fast",
+    "beta_slow",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+];
+
+/// The factor given, else the one that the paper derives from the interpolation factor, with the
+/// two `mscale` weights where both are given.
+fn yarn_attention_factor(rope: &Fields<'_>, factor: f64) -> Result<f64> {
+    if rope.value("attention_factor").is_some() {
+        return rope.positive_f64("attention_factor");
+    }
+    let derived = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+    let (mscale, all_dim) = (rope.opt_f64("mscale")?, rope.opt_f64("mscale_all_dim")?);
+    Ok(match (mscale.filter(|m| *m != 0.0), all_dim.filter(|m| *m != 0.0)) {
+        (Some(mscale), Some(all_dim)) => derived(mscale) / derived(all_dim),
+        _ => derived(1.0),
+    })
+}
+
+/// Typed reading of a JSON object, with errors that name the field. `null` counts as absent.
+#[derive(Debug, Clone)]
+pub(crate) struct Fields<'a> {
+    map: &'a Map<String, Value>,
+    path: String,
+}
+
+impl<'a> Fields<'a> {
+    pub(crate) fn new(map: &'a Map<String, Value>) -> Self {
+        Self { map, path: String::new() }
+    }
+
+    /// The name of `key` in messages.
+    pub(crate) fn name(&self, key: &str) -> String {
+        format!("{}{key}", self.path)
+    }
+
+    pub(crate) fn value(&self, key: &str) -> Option<&'a Value> {
+        self.map.get(key).filter(|value| !value.is_null())
+    }
+
+    fn typed<T>(
+        &self,
+        key: &str,
+        accepted: &str,
+        read: impl FnOnce(&'a Value) -> Option<T>,
+    ) -> Result<Option<T>> {
+        let Some(value) = self.value(key) else { return Ok(None) };
+        match read(value) {
+            Some(value) => Ok(Some(value)),
+            None => Err(Error::config(self.name(key), value, accepted)),
+        }
+    }
+
+    fn required<T>(&self, key: &str, accepted: &str, found: Option<T>) -> Result<T> {
+        found.ok_or_else(|| Error::config(self.name(key), "nothing", accepted))
+    }
+
+    pub(crate) fn object(&self, key: &str) -> Result<Option<Fields<'a>>> {
+        let map = self.typed(key, "an object", Value::as_object)?;
+        Ok(map.map(|map| Fields { map, path: format!("{}.", self.name(key)) }))
+    }
+
+    pub(crate) fn str(&self, key: &str) -> Result<Option<&'a str>> {
+        self.typed(key, "a string", Value::as_str)
+    }
+
+    pub(crate) fn bool(&self, key: &str, default: bool) -> Result<bool> {
+        Ok(self.typed(key, "true or false", Value::as_bool)?.unwrap_or(default))
+    }
+
+    pub(crate) fn opt_bool(&self, key: &str) -> Result<Option<bool>> {
+        self.typed(key, "true or false", Value::as_bool)
+    }
+
+    pub(crate) fn opt_usizes(&self, key: &str) -> Result<Option<Vec<usize>>> {
+        self.typed(key, "a list of whole numbers", |v| {
+            v.as_array()?.iter().map(|v| usize::try_from(v.as_u64()?).ok()).collect()
+        })
+    }
+
+    pub(crate) fn keys(&self) -> impl Iterator<Item = &'a String> {
+        self.map.keys()
+    }
+
+    pub(crate) fn opt_usize(&self, key: &str) -> Result<Option<usize>> {
+        self.typed(key, "a whole number", |v| usize::try_from(v.as_u64()?).ok())
+    }
+
+    pub(crate) fn opt_positive(&self, key: &str) -> Result<Option<usize>> {
+        self.typed(key, "a positive whole number", |v| {
+            // Sizes are multiplied with each other; real ones are far below this.
+            v.as_u64().filter(|n| (1..=u64::from(u32::MAX)).contains(n)).map(|n| n as usize)
+        })
+    }
+
+    pub(crate) fn positive(&self, key: &str) -> Result<usize> {
+        self.required(key, "a positive whole number", self.opt_positive(key)?)
+    }
+
+    pub(crate) fn opt_f64(&self, key: &str) -> Result<Option<f64>> {
+        self.typed(key, "a number", Value::as_f64)
+    }
+
+    pub(crate) fn positive_f64(&self, key: &str) -> Result<f64> {
+        let found = self.typed(key, "a positive number", |v| v.as_f64().filter(|v| *v > 0.0))?;
+        self.required(key, "a positive number", found)
+    }
+
+    /// One token id or a list of them.
+    pub(crate) fn token_ids(&self, key: &str) -> Result<Vec<u32>> {
+        let id = |v: &Value| u32::try_from(v.as_u64()?).ok();
+        let ids = self.typed(key, "a token id or a list of them", |v| match v.as_array() {
+            Some(list) => list.iter().map(id).collect(),
+            None => id(v).map(|id| vec![id]),
+        })?;
+        Ok(ids.unwrap_or_default())
+    }
+
+    pub(crate) fn must_be_absent(&self, key: &str, accepted: &str) -> Result<()> {
+        match self.value(key) {
+            None => Ok(()),
+            Some(found) => Err(Error::config(self.name(key), found, accepted)),
+        }
+    }
+}
+
+/// Reads a JSON file whose root is an object.
+pub(crate) fn read_object(path: &Path) -> Result<Map<String, Value>> {
+    let text = std::fs::read_to_string(path).map_err(Error::io(path))?;
+    parse_object(&text, path)
+}
+
+pub(crate) fn parse_object(text: &str, path: &Path) -> Result<Map<String, Value>> {
+    serde_json::from_str(text).map_err(|source| Error::Json { path: path.to_owned(), source })
+}
+
+fn quoted(text: &str) -> String {
+    format!("{text:?}")
+}

@@ -1,0 +1,279 @@
+//! The pieces a decoder layer is made of.
+
+use candle_core::{D, DType, Tensor};
+use candle_nn::{Linear, Module, RmsNorm};
+
+use super::attention::{LayerMask, attend};
+use super::rope::Rotation;
+use super::{Error, KvCache, Result, Weights};
+
+/// The type of the residual stream of a model that computes in `dtype`.
+///
+/// `f16` models keep it in f32, and the two projections that write into it as well: outlier channels
+/// of real checkpoints exceed the 65,504 that f16 can hold.
+pub(crate) fn residual_dtype(dtype: DType) -> DType {
+    if dtype == DType::F16 { DType::F32 } else { dtype }
+}
+
+/// Takes the projection `{name}.weight` (`[outputs, inputs]`) and, if the model has it, `{name}.bias`.
+pub(crate) fn linear(
+    weights: &mut Weights,
+    name: &str,
+    (inputs, outputs): (usize, usize),
+    bias: bool,
+) -> Result<Linear> {
+    fused_linear(weights, &[(name, outputs)], inputs, bias)
+}
+
+/// Takes several projections of the same input as one, stacked in order.
+pub(crate) fn fused_linear(
+    weights: &mut Weights,
+    parts: &[(&str, usize)],
+    inputs: usize,
+    bias: bool,
+) -> Result<Linear> {
+    let mut stack = Vec::with_capacity(parts.len());
+    let mut biases = Vec::with_capacity(parts.len());
+    for &(name, outputs) in parts {
+        stack.push(weights.take(&format!("{name}.weight"), &[outputs, inputs])?);
+        if bias {
+            biases.push(weights.take(&format!("{name}.bias"), &[outputs])?);
+        }
+    }
+    let bias = if bias { Some(Tensor::cat(&biases, 0)?) } else { None };
+    Ok(Linear::new(Tensor::cat(&stack, 0)?, bias))
+}
+
+/// Takes the norm `{name}.weight` over `size` channels, to be applied to values of type `dtype`.
+pub(crate) fn rms_norm(
+    weights: &mut Weights,
+    name: &str,
+    size: usize,
+    eps: f64,
+    dtype: DType,
+) -> Result<RmsNorm> {
+    Ok(RmsNorm::new(weights.take_as(&format!("{name}.weight"), &[size], dtype)?, eps))
+}
+
+/// Applies a projection that writes into the residual stream, in the stream's type.
+pub(crate) fn project_residual(linear: &Linear, x: &Tensor) -> Result<Tensor> {
+    let dtype = residual_dtype(linear.weight().dtype());
+    if dtype == linear.weight().dtype() {
+        return Ok(linear.forward(&x.to_dtype(dtype)?)?);
+    }
+    let bias = linear.bias().map(|bias| bias.to_dtype(dtype)).transpose()?;
+    Ok(Linear::new(linear.weight().to_dtype(dtype)?, bias).forward(&x.to_dtype(dtype)?)?)
+}
+
+/// The input embedding, shared by cheap clones.
+#[derive(Debug, Clone)]
+pub struct Embedding {
+    table: Tensor,
+}
+
+impl Embedding {
+    pub(crate) fn new(table: Tensor) -> Self {
+        Self { table }
+    }
+
+    /// Rows of the table, `[vocab_size, hidden_size]`.
+    pub fn table(&self) -> &Tensor {
+        &self.table
+    }
+
+    /// The embeddings of `tokens`, `[tokens.len(), hidden_size]`.
+    ///
+    /// # Errors
+    /// No token, or an id outside the table.
+    pub fn forward(&self, tokens: &[u32]) -> Result<Tensor> {
+        let vocab_size = self.table.dim(0)?;
+        if tokens.is_empty() {
+            return Err(Error::argument("tokens", "none", "at least one token"));
+        }
+        if let Some(token) = tokens.iter().find(|&&token| token as usize >= vocab_size) {
+            return Err(Error::argument("tokens", token, format!("ids below {vocab_size}")));
+        }
+        let ids = Tensor::new(tokens, self.table.device())?;
+        Ok(self.table.index_select(&ids, 0)?)
+    }
+}
+
+/// The output projection, shared by cheap clones.
+#[derive(Debug, Clone)]
+pub struct LmHead {
+    weight: Tensor,
+}
+
+impl LmHead {
+    pub(crate) fn new(weight: Tensor) -> Self {
+        Self { weight }
+    }
+
+    /// The projection, `[vocab_size, hidden_size]`.
+    pub fn weight(&self) -> &Tensor {
+        &self.weight
+    }
+
+    /// f32 logits `[rows, vocab_size]` of final hidden states `[rows, hidden_size]`.
+    ///
+    /// On the CPU the product itself is f32: candle widens bf16 operands there anyway, and rounding
+    /// the result would only make ties of near-ties.
+    ///
+    /// # Errors
+    /// Shapes that do not fit.
+    pub fn forward(&self, hidden: &Tensor) -> Result<Tensor> {
+        let dtype = if hidden.device().is_cpu() { DType::F32 } else { self.weight.dtype() };
+        let weight = self.weight.to_dtype(dtype)?;
+        Ok(hidden.to_dtype(dtype)?.matmul(&weight.t()?)?.to_dtype(DType::F32)?)
+    }
+}
+
+/// Gated feed-forward layer: `down(silu(gate(x)) * up(x))`, gate and up as one product.
+#[derive(Debug, Clone)]
+pub(crate) struct Mlp {
+    gate_up: Linear,
+    down: Linear,
+}
+
+impl Mlp {
+    pub(crate) fn load(
+        weights: &mut Weights,
+        prefix: &str,
+        hidden_size: usize,
+        intermediate_size: usize,
+        bias: bool,
+    ) -> Result<Self> {
+        let (gate, up) = (format!("{prefix}.gate_proj"), format!("{prefix}.up_proj"));
+        let parts = [(gate.as_str(), intermediate_size), (up.as_str(), intermediate_size)];
+        Ok(Self {
+            gate_up: fused_linear(weights, &parts, hidden_size, bias)?,
+            down: linear(
+                weights,
+                &format!("{prefix}.down_proj"),
+                (intermediate_size, hidden_size),
+                bias,
+            )?,
+        })
+    }
+
+    /// `[rows, hidden_size]` to the same shape, in the type of the residual stream.
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        let gate_up = self.gate_up.forward(x)?;
+        let gate_up = gate_up.to_dtype(residual_dtype(x.dtype()))?;
+        let width = gate_up.dim(D::Minus1)? / 2;
+        let gate = gate_up.narrow(D::Minus1, 0, width)?.silu()?;
+        let up = gate_up.narrow(D::Minus1, width, width)?;
+        project_residual(&self.down, &(gate * up)?)
+    }
+}
+
+/// Sizes of an attention layer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Heads {
+    pub(crate) hidden_size: usize,
+    pub(crate) num_heads: usize,
+    pub(crate) num_kv_heads: usize,
+    pub(crate) head_dim: usize,
+}
+
+/// Which parts of an attention layer a family has.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct AttentionParts {
+    pub(crate) qkv_bias: bool,
+    pub(crate) o_bias: bool,
+    /// Epsilon of the per-head norms of queries and keys, if there are any.
+    pub(crate) qk_norm: Option<f64>,
+}
+
+/// Rotary grouped-query self-attention over a cache.
+#[derive(Debug, Clone)]
+pub(crate) struct SelfAttention {
+    qkv: Linear,
+    qk_norm: Option<(RmsNorm, RmsNorm)>,
+    o: Linear,
+    heads: Heads,
+}
+
+impl SelfAttention {
+    pub(crate) fn load(
+        weights: &mut Weights,
+        prefix: &str,
+        heads: Heads,
+        parts: AttentionParts,
+    ) -> Result<Self> {
+        let Heads { hidden_size, num_heads, num_kv_heads, head_dim } = heads;
+        let name = |module: &str| format!("{prefix}.{module}");
+        let kv_size = num_kv_heads * head_dim;
+        let stack = [
+            (&*name("q_proj"), num_heads * head_dim),
+            (&*name("k_proj"), kv_size),
+            (&*name("v_proj"), kv_size),
+        ];
+        let qkv = fused_linear(weights, &stack, hidden_size, parts.qkv_bias)?;
+        let o =
+            linear(weights, &name("o_proj"), (num_heads * head_dim, hidden_size), parts.o_bias)?;
+        let dtype = weights.dtype();
+        let qk_norm = match parts.qk_norm {
+            None => None,
+            Some(eps) => Some((
+                rms_norm(weights, &name("q_norm"), head_dim, eps, dtype)?,
+                rms_norm(weights, &name("k_norm"), head_dim, eps, dtype)?,
+            )),
+        };
+        Ok(Self { qkv, qk_norm, o, heads })
+    }
+
+    /// Attends from the new rows `x` (`[n, hidden_size]`), writing their keys and values into `cache`
+    /// at `start..start + n`. Gives `[n, hidden_size]` in the type of the residual stream.
+    pub(crate) fn forward(
+        &self,
+        x: &Tensor,
+        rotation: &Rotation,
+        mask: &LayerMask,
+        cache: &KvCache,
+        layer: usize,
+        start: usize,
+    ) -> Result<Tensor> {
+        let Heads { num_heads, num_kv_heads, head_dim, .. } = self.heads;
+        let n = x.dim(0)?;
+        // Heads first: one copy, after which q, k and v are contiguous views.
+        let qkv = self.qkv.forward(x)?;
+        let qkv = qkv.reshape((n, num_heads + 2 * num_kv_heads, head_dim))?;
+        let qkv = qkv.transpose(0, 1)?.contiguous()?;
+        let mut q = qkv.narrow(0, 0, num_heads)?;
+        let mut k = qkv.narrow(0, num_heads, num_kv_heads)?;
+        let v = qkv.narrow(0, num_heads + num_kv_heads, num_kv_heads)?;
+        if let Some((q_norm, k_norm)) = &self.qk_norm {
+            (q, k) = (q_norm.forward(&q)?, k_norm.forward(&k)?);
+        }
+        let (q, k) = (rotation.apply(&q)?, rotation.apply(&k)?);
+        let (k, v) = cache.write(layer, start, mask.first, &k, &v)?;
+        let mixed = attend(&q, &k, &v, mask.bias.as_ref(), (head_dim as f64).powf(-0.5))?;
+        project_residual(&self.o, &mixed)
+    }
+
+    /// Writes the keys and values of rows that are attended to and do not attend themselves (`x` is
+    /// `[n, hidden_size]`) into `cache` at `start..start + n`.
+    pub(crate) fn write_context(
+        &self,
+        x: &Tensor,
+        rotation: &Rotation,
+        cache: &KvCache,
+        layer: usize,
+        start: usize,
+    ) -> Result<()> {
+        let Heads { num_heads, num_kv_heads, head_dim, .. } = self.heads;
+        let n = x.dim(0)?;
+        let (first, outputs) = (num_heads * head_dim, 2 * num_kv_heads * head_dim);
+        let bias = self.qkv.bias().map(|bias| bias.narrow(0, first, outputs)).transpose()?;
+        let kv = Linear::new(self.qkv.weight().narrow(0, first, outputs)?, bias).forward(x)?;
+        let kv = kv.reshape((n, 2 * num_kv_heads, head_dim))?.transpose(0, 1)?.contiguous()?;
+        let mut k = kv.narrow(0, 0, num_kv_heads)?;
+        if let Some((_, k_norm)) = &self.qk_norm {
+            k = k_norm.forward(&k)?;
+        }
+        let v = kv.narrow(0, num_kv_heads, num_kv_heads)?;
+        cache.write(layer, start, start, &rotation.apply(&k)?, &v)?;
+        Ok(())
+    }
+}

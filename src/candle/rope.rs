@@ -1,0 +1,220 @@
+//! Rotary position embedding: frequencies by scaling rule, and a table that is read at arbitrary positions.
+
+use candle_core::{D, DType, Device, Tensor};
+
+use super::{Error, Result};
+
+/// How positions turn into rotation angles.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub struct RopeConfig {
+    /// Base of the geometric series of wavelengths.
+    pub theta: f64,
+    /// How many leading dimensions of a head rotate (even); the rest pass through.
+    pub rotary_dim: usize,
+    /// What was done to the frequencies to reach longer contexts.
+    pub scaling: RopeScaling,
+}
+
+/// Frequency scaling of a checkpoint (`rope_scaling` or `rope_parameters` in `config.json`).
+///
+/// `dynamic` (NTK by length) has no variant: it equals [`RopeScaling::Default`] up to the
+/// checkpoint's `max_position_embeddings`, and longer sequences are refused.
+#[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
+pub enum RopeScaling {
+    /// Frequencies as trained.
+    Default,
+    /// Every position divided by `factor`.
+    Linear {
+        /// The divisor.
+        factor: f64,
+    },
+    /// Llama 3.1: long wavelengths divided by `factor`, short ones kept, a linear blend between.
+    Llama3 {
+        /// The divisor of long wavelengths.
+        factor: f64,
+        /// Wavelengths above `original_max_position / low_freq_factor` are divided.
+        low_freq_factor: f64,
+        /// Wavelengths below `original_max_position / high_freq_factor` are kept.
+        high_freq_factor: f64,
+        /// The context that the frequencies were trained for.
+        original_max_position: usize,
+    },
+    /// YaRN (arXiv 2309.00071): a ramp over dimensions between interpolated and original
+    /// frequencies, and an attention factor that multiplies both cosine and sine.
+    Yarn {
+        /// The interpolation factor.
+        factor: f64,
+        /// Rotations above which a dimension keeps its frequency (usually 32).
+        beta_fast: f64,
+        /// Rotations below which a dimension is interpolated (usually 1).
+        beta_slow: f64,
+        /// The context that the frequencies were trained for.
+        original_max_position: usize,
+        /// Multiplies cosine and sine.
+        attention_factor: f64,
+        /// Whether the ramp's ends are rounded outwards to whole dimensions (the usual case).
+        truncate: bool,
+    },
+    /// One divisor per frequency (`rope_freqs.weight` of a GGUF file).
+    Divisors(Vec<f32>),
+}
+
+impl RopeConfig {
+    /// The `rotary_dim / 2` angular frequencies, radians per position.
+    ///
+    /// # Errors
+    /// A list of divisors whose length is not `rotary_dim / 2`.
+    pub fn inv_freq(&self) -> Result<Vec<f32>> {
+        let dim = self.rotary_dim as f64;
+        let base: Vec<f64> =
+            (0..self.rotary_dim).step_by(2).map(|i| self.theta.powf(-(i as f64) / dim)).collect();
+        let scaled: Vec<f64> = match &self.scaling {
+            RopeScaling::Default => base,
+            RopeScaling::Linear { factor } => base.iter().map(|f| f / factor).collect(),
+            RopeScaling::Llama3 {
+                factor,
+                low_freq_factor,
+                high_freq_factor,
+                original_max_position,
+            } => {
+                let original = *original_max_position as f64;
+                let blend = |freq: f64| {
+                    let rotations = original * freq / std::f64::consts::TAU;
+                    let keep = ((rotations - low_freq_factor)
+                        / (high_freq_factor - low_freq_factor))
+                        .clamp(0.0, 1.0);
+                    keep * freq + (1.0 - keep) * freq / factor
+                };
+                base.into_iter().map(blend).collect()
+            }
+            RopeScaling::Yarn {
+                factor,
+                beta_fast,
+                beta_slow,
+                original_max_position,
+                truncate,
+                ..
+            } => {
+                let original = *original_max_position as f64;
+                // The (fractional) dimension that makes `rotations` turns over the trained context.
+                let dimension = |rotations: f64| {
+                    dim * (original / (rotations * std::f64::consts::TAU)).ln()
+                        / (2.0 * self.theta.ln())
+                };
+                let (mut low, mut high) = (dimension(*beta_fast), dimension(*beta_slow));
+                if *truncate {
+                    (low, high) = (low.floor(), high.ceil());
+                }
+                let low = low.max(0.0);
+                let mut high = high.min(dim - 1.0);
+                if low == high {
+                    high += 0.001;
+                }
+                base.iter()
+                    .enumerate()
+                    .map(|(i, freq)| {
+                        let interpolate = ((i as f64 - low) / (high - low)).clamp(0.0, 1.0);
+                        interpolate * freq / factor + (1.0 - interpolate) * freq
+                    })
+                    .collect()
+            }
+            RopeScaling::Divisors(divisors) => {
+                if divisors.len() != base.len() {
+                    return Err(Error::config(
+                        "rope frequency divisors",
+                        divisors.len(),
+                        format!("{} values", base.len()),
+                    ));
+                }
+                base.iter().zip(divisors).map(|(f, &d)| f / f64::from(d)).collect()
+            }
+        };
+        Ok(scaled.into_iter().map(|f| f as f32).collect())
+    }
+
+    fn attention_factor(&self) -> f64 {
+        match self.scaling {
+            RopeScaling::Yarn { attention_factor, .. } => attention_factor,
+            _ => 1.0,
+        }
+    }
+}
+
+/// Cosines and sines of every position below a limit, read by position.
+#[derive(Debug, Clone)]
+pub(crate) struct RopeTable {
+    cos: Tensor,
+    sin: Tensor,
+    rotary_dim: usize,
+}
+
+impl RopeTable {
+    /// Angles and their functions are computed in f32 and wider, and only then cast: in bf16,
+    /// position 257 would become 256.
+    pub(crate) fn new(
+        config: &RopeConfig,
+        positions: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Self> {
+        let inv_freq = config.inv_freq()?;
+        let factor = config.attention_factor();
+        let mut cos = Vec::with_capacity(positions * inv_freq.len());
+        let mut sin = Vec::with_capacity(positions * inv_freq.len());
+        for position in 0..positions {
+            for freq in &inv_freq {
+                // The f32 product is what the models were trained with.
+                let (s, c) = f64::from(position as f32 * freq).sin_cos();
+                cos.push((c * factor) as f32);
+                sin.push((s * factor) as f32);
+            }
+        }
+        let shape = (positions, inv_freq.len());
+        Ok(Self {
+            cos: Tensor::from_vec(cos, shape, device)?.to_dtype(dtype)?,
+            sin: Tensor::from_vec(sin, shape, device)?.to_dtype(dtype)?,
+            rotary_dim: config.rotary_dim,
+        })
+    }
+
+    /// How many positions the table holds.
+    pub(crate) fn positions(&self) -> usize {
+        self.cos.dims()[0]
+    }
+
+    /// The rotation of each of `positions` (checked by the caller to be in the table).
+    pub(crate) fn at(&self, positions: &[u32]) -> Result<Rotation> {
+        let ids = Tensor::new(positions, self.cos.device())?;
+        Ok(Rotation {
+            cos: self.cos.index_select(&ids, 0)?,
+            sin: self.sin.index_select(&ids, 0)?,
+            rotary_dim: self.rotary_dim,
+        })
+    }
+}
+
+/// The rotation of one batch of rows, shared by all layers.
+#[derive(Debug, Clone)]
+pub(crate) struct Rotation {
+    cos: Tensor,
+    sin: Tensor,
+    rotary_dim: usize,
+}
+
+impl Rotation {
+    /// Rotates `x` (`[heads, rows, head_dim]`, contiguous), pairing dimension `i` with
+    /// `i + rotary_dim / 2` ("rotate half", the NeoX layout).
+    pub(crate) fn apply(&self, x: &Tensor) -> Result<Tensor> {
+        let head_dim = x.dim(D::Minus1)?;
+        if head_dim == self.rotary_dim {
+            let rotated = candle_nn::rotary_emb::rope(&x.unsqueeze(0)?, &self.cos, &self.sin)?;
+            return Ok(rotated.squeeze(0)?);
+        }
+        let turning = x.narrow(D::Minus1, 0, self.rotary_dim)?.contiguous()?;
+        let passing = x.narrow(D::Minus1, self.rotary_dim, head_dim - self.rotary_dim)?;
+        let turned = candle_nn::rotary_emb::rope(&turning.unsqueeze(0)?, &self.cos, &self.sin)?;
+        Ok(Tensor::cat(&[&turned.squeeze(0)?, &passing.contiguous()?], D::Minus1)?)
+    }
+}

@@ -1,0 +1,217 @@
+//! The decoder behind [`Verifier`].
+
+use candle_core::{CpuStorage, D, DType, Storage, Tensor};
+
+use super::{DecoderModel, Error, Forward, KvCache, Result, Want};
+use crate::{AncestorMask, Capabilities, CommitPlan, Picks, Prefill, Round, Verifier};
+
+/// Attention scores of one prefill pass at most, over all heads; bounds its memory (64 MiB in f32)
+/// whatever the prompt's length.
+const PREFILL_SCORES: usize = 1 << 24;
+
+/// A [`DecoderModel`] with the cache of one sequence, as the target of a speculative round.
+///
+/// Picks are greedy: the greatest f32 logit, of equal ones the lowest id. One verification costs one
+/// synchronisation with the host, which fetches the picks; logits stay on the device.
+#[derive(Debug)]
+pub struct CandleTarget {
+    model: DecoderModel,
+    cache: KvCache,
+    taps: Vec<usize>,
+    verified: Option<Verified>,
+    positions: Vec<u32>,
+}
+
+/// What the last verification left beyond the committed rows.
+#[derive(Debug)]
+struct Verified {
+    slots: usize,
+    taps: Taps,
+}
+
+/// Hidden states of the target that a drafter reads, one row per committed token.
+#[derive(Debug, Clone)]
+pub struct Taps {
+    hidden: Option<Tensor>,
+}
+
+impl Taps {
+    /// Rows of tapped layers, `[rows, taps * hidden_size]`, layers side by side in the order they were
+    /// asked for; `None` if no layer is tapped.
+    pub fn new(hidden: Option<Tensor>) -> Self {
+        Self { hidden }
+    }
+
+    /// The rows, `[rows, taps * hidden_size]`; `None` if no layer is tapped.
+    pub fn hidden(&self) -> Option<&Tensor> {
+        self.hidden.as_ref()
+    }
+
+    /// The rows of `slots`, in that order.
+    fn select(&self, slots: &[u32]) -> Result<Self> {
+        let gather = |rows: &Tensor| rows.index_select(&Tensor::new(slots, rows.device())?, 0);
+        Ok(Self { hidden: self.hidden.as_ref().map(gather).transpose()? })
+    }
+}
+
+impl CandleTarget {
+    /// A target with an empty cache of at most `max_len` rows that captures the outputs of the layers
+    /// `taps` (0-based, in this order) for its drafter; an empty list captures nothing.
+    ///
+    /// # Errors
+    /// `max_len` is 0 or more than the model's positions, a tap names no layer, or an error from
+    /// candle.
+    pub fn new(model: DecoderModel, max_len: usize, taps: &[usize]) -> Result<Self> {
+        let layers = model.config().num_layers();
+        if let Some(tap) = taps.iter().find(|&&tap| tap >= layers) {
+            return Err(Error::argument("taps", tap, format!("layers below {layers}")));
+        }
+        let cache = model.new_cache(max_len)?;
+        let taps = taps.to_vec();
+        Ok(Self { model, cache, taps, verified: None, positions: Vec::new() })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &DecoderModel {
+        &self.model
+    }
+
+    /// The cache of the sequence.
+    pub fn cache(&self) -> &KvCache {
+        &self.cache
+    }
+
+    /// Runs `tokens` at the positions in `self.positions`.
+    fn forward(
+        &mut self,
+        start: usize,
+        tokens: &[u32],
+        mask: Option<&AncestorMask>,
+        want: Want<'_>,
+    ) -> Result<(Option<Tensor>, Taps)> {
+        let pass =
+            Forward { tokens, positions: &self.positions, start, mask, want, taps: &self.taps };
+        let output = self.model.forward(&mut self.cache, &pass)?;
+        Ok((output.logits, Taps::new(output.taps)))
+    }
+}
+
+impl Verifier for CandleTarget {
+    type Features = Taps;
+    type Error = Error;
+
+    fn capabilities(&self) -> Capabilities {
+        Capabilities::new(self.model.config().vocab_size, self.cache.max_len())
+    }
+
+    fn reset(&mut self, keep: usize) -> Result<()> {
+        self.verified = None;
+        self.cache.truncate(keep)
+    }
+
+    fn prefill(&mut self, prefill: &Prefill<'_>, picks: &mut Picks<'_>) -> Result<Taps> {
+        self.verified = None;
+        let (start, tokens) = (prefill.start(), prefill.tokens());
+        check_start(start, &self.cache)?;
+        let scores_per_row = self.model.config().num_heads * (start + tokens.len());
+        let rows = (PREFILL_SCORES / scores_per_row.max(1)).clamp(16, 512);
+        let mut hidden = Vec::new();
+        let mut logits = None;
+        let mut row = start;
+        for chunk in tokens.chunks(rows) {
+            self.positions.clear();
+            self.positions.extend(row as u32..(row + chunk.len()) as u32);
+            let last = row + chunk.len() == start + tokens.len();
+            let want = if last { Want::Last } else { Want::Nothing };
+            let (chunk_logits, taps) = self.forward(row, chunk, None, want)?;
+            hidden.extend(taps.hidden);
+            logits = chunk_logits;
+            row += chunk.len();
+        }
+        let logits = logits
+            .ok_or_else(|| Error::argument("tokens", "none", "at least one token to prefill"))?;
+        let hidden = if hidden.is_empty() { None } else { Some(Tensor::cat(&hidden, 0)?) };
+        pick_greedy(&logits, picks)?;
+        self.cache.extend(tokens.len())?;
+        Ok(Taps::new(hidden))
+    }
+
+    fn verify(&mut self, round: &Round<'_>, picks: &mut Picks<'_>) -> Result<()> {
+        self.verified = None;
+        check_start(round.start(), &self.cache)?;
+        let tree = round.tree();
+        self.positions.clear();
+        self.positions.resize(tree.len(), 0);
+        round.positions_into(&mut self.positions)?;
+        let (logits, taps) = self.forward(round.start(), tree.tokens(), round.mask(), Want::All)?;
+        let logits = logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?;
+        pick_greedy(&logits, picks)?;
+        self.verified = Some(Verified { slots: tree.len(), taps });
+        Ok(())
+    }
+
+    fn commit(&mut self, plan: &CommitPlan) -> Result<Taps> {
+        check_start(plan.start(), &self.cache)?;
+        // Taken out: if rows have begun to move, the round has to be verified again.
+        let verified = self
+            .verified
+            .take()
+            .ok_or_else(|| Error::argument("plan", "no verification", "a commit after verify"))?;
+        if let Some(slot) = plan.slots().iter().find(|&&slot| slot as usize >= verified.slots) {
+            let accepted = format!("slots below {}", verified.slots);
+            return Err(Error::argument("plan", slot, accepted));
+        }
+        let taps = verified.taps.select(plan.slots())?;
+        self.cache.commit(plan.start(), plan.slots())?;
+        Ok(taps)
+    }
+}
+
+fn check_start(start: usize, cache: &KvCache) -> Result<()> {
+    if start == cache.len() {
+        return Ok(());
+    }
+    Err(Error::argument("start", start, format!("the committed length {}", cache.len())))
+}
+
+/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32).
+fn pick_greedy(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
+    let vocab_size = logits.dim(D::Minus1)?;
+    let logits = logits.contiguous()?;
+    {
+        // Where the host can read the logits, it does, without a copy.
+        let (storage, layout) = logits.storage_and_layout();
+        if let (Storage::Cpu(CpuStorage::F32(all)), Some((first, end))) =
+            (&*storage, layout.contiguous_offsets())
+        {
+            for row in all[first..end].chunks_exact(vocab_size) {
+                picks.push_logits(row)?;
+            }
+            return Ok(());
+        }
+    }
+    for (row, id) in argmax_on_device(&logits)?.into_iter().enumerate() {
+        if id as usize >= vocab_size {
+            return Err(Error::NonFiniteLogits { row });
+        }
+        picks.push(id);
+    }
+    Ok(())
+}
+
+/// The lowest id among the greatest logits of each row, or `vocab_size` for a row with a NaN or +inf.
+/// candle's own `argmax` does not say which of equal values it takes.
+fn argmax_on_device(logits: &Tensor) -> Result<Vec<u32>> {
+    let (rows, vocab_size) = logits.dims2()?;
+    let (shape, device) = ((rows, vocab_size), logits.device());
+    let ids = Tensor::arange(0, vocab_size as u32, device)?.broadcast_as(shape)?;
+    let none = Tensor::new(vocab_size as u32, device)?;
+    let greatest = logits.max_keepdim(D::Minus1)?;
+    let lowest = logits
+        .broadcast_eq(&greatest)?
+        .where_cond(&ids, &none.broadcast_as(shape)?)?
+        .min(D::Minus1)?;
+    let bad = (logits.ne(logits)?.to_dtype(DType::F32)?.max(D::Minus1)?
+        + greatest.squeeze(1)?.eq(f32::INFINITY)?.to_dtype(DType::F32)?)?;
+    Ok(bad.gt(0f32)?.where_cond(&none.broadcast_as(rows)?, &lowest)?.to_vec1()?)
+}

@@ -167,23 +167,37 @@ impl<'a> Round<'a> {
 #[derive(Debug)]
 pub struct Picks<'a> {
     ids: &'a mut Vec<u32>,
+    leads: Option<&'a mut Vec<f32>>,
 }
 
 impl<'a> Picks<'a> {
     /// Collects into `ids`, which is cleared.
     pub fn new(ids: &'a mut Vec<u32>) -> Self {
         ids.clear();
-        Self { ids }
+        Self { ids, leads: None }
+    }
+
+    /// Collects into `ids`, and into `leads` by how much the best logit of every
+    /// slot leads the second one; NaN where a token id was handed over. A pick
+    /// that differs from another run's at a small lead is a near-tie, in which
+    /// floating point decides; at a large one it is a fault.
+    pub fn with_leads(ids: &'a mut Vec<u32>, leads: &'a mut Vec<f32>) -> Self {
+        ids.clear();
+        leads.clear();
+        Self { ids, leads: Some(leads) }
     }
 
     /// Adds the pick of the next slot.
     pub fn push(&mut self, token: u32) {
-        self.ids.push(token);
+        self.extend(&[token]);
     }
 
     /// Adds the picks of the next slots.
     pub fn extend(&mut self, tokens: &[u32]) {
         self.ids.extend_from_slice(tokens);
+        if let Some(leads) = &mut self.leads {
+            leads.resize(self.ids.len(), f32::NAN);
+        }
     }
 
     /// Picks from the logits of the next slot: the greatest, of equal ones that
@@ -194,8 +208,14 @@ impl<'a> Picks<'a> {
     /// If the row is empty or holds NaN or +inf.
     pub fn push_logits(&mut self, logits: &[f32]) -> Result<(), Error> {
         let row = self.ids.len();
-        let (token, _) = top_k::argmax(logits).map_err(|source| Error::Logits { row, source })?;
+        let (token, best) =
+            top_k::argmax(logits).map_err(|source| Error::Logits { row, source })?;
         self.ids.push(token);
+        if let Some(leads) = &mut self.leads {
+            let (before, after) = logits.split_at(token as usize);
+            let others = before.iter().chain(&after[1..]);
+            leads.push(best - others.copied().fold(f32::NEG_INFINITY, f32::max));
+        }
         Ok(())
     }
 

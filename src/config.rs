@@ -60,7 +60,9 @@ impl Config {
 
     /// Nodes of a tree, not counting the root. Default: 64, since a GPU
     /// verifies that many for little more than one token; on a CPU, and in
-    /// large batches, fewer are faster. Chains do not read it.
+    /// large batches, fewer are faster. At most 65,536. A chain that runs in
+    /// place of a tree has no more nodes either; one that was asked for does not
+    /// read it.
     pub fn budget(mut self, budget: usize) -> Self {
         self.budget = budget;
         self
@@ -76,7 +78,8 @@ impl Config {
 
     /// Leaves out paths whose log-probability (natural logarithm, summed from
     /// the root) is below this. Default: none. It saves verifying improbable
-    /// nodes where verification is not flat in their number.
+    /// nodes where verification is not flat in their number. Chains do not read
+    /// it.
     pub fn log_prob_cutoff(mut self, log_prob: f64) -> Self {
         self.log_prob_cutoff = Some(log_prob);
         self
@@ -153,7 +156,8 @@ impl Request {
         self
     }
 
-    /// Tokens after which to stop; the stop token itself is emitted. Default:
+    /// Tokens after which to stop; the stop token itself is emitted. Tokens that
+    /// the host [appends](crate::Session::append) do not stop the text. Default:
     /// none.
     pub fn stop_tokens(mut self, stop_tokens: &[u32]) -> Self {
         self.stop_tokens = stop_tokens.to_vec();

@@ -93,6 +93,11 @@ pub struct Plan {
     capabilities: Capabilities,
 }
 
+/// Nodes of a round at most, whatever a verifier takes. Slots stay far from the
+/// limits of `i32`, and a session that reserves its memory ahead stays within
+/// what a machine has: the bits of such a mask are half a gigabyte.
+const MAX_NODES: usize = 1 << 16;
+
 impl Plan {
     /// Resolves settings against what a verifier offers and a drafter whose
     /// proposals have at most `horizon` depths (0 without a drafter).
@@ -131,6 +136,13 @@ impl Plan {
             }
             Some(block_size) => block_size - 1,
         };
+        if asked.needs_drafter() && horizon > MAX_NODES {
+            return Err(Error::setting("horizon", horizon, format_args!("at most {MAX_NODES}")));
+        }
+        if config.budget > MAX_NODES {
+            let accepted = format_args!("at most {MAX_NODES}");
+            return Err(Error::setting("budget", config.budget, accepted));
+        }
         if config.top_k == Some(0) {
             return Err(Error::setting("top_k", 0, "at least 1"));
         }
@@ -162,16 +174,20 @@ impl Plan {
                     });
                 }
             }
-            if capabilities.attention == Attention::Causal {
+            if config.budget == 0 {
+                fall_back(&mut algorithm, Algorithm::Autoregressive, Reason::ZeroBudget);
+            } else if capabilities.attention == Attention::Causal {
                 fall_back(&mut algorithm, Algorithm::Chain, Reason::CausalAttention);
             }
         }
         let mut budget = config.budget;
-        if algorithm.needs_tree_mask() && budget == 0 {
-            fall_back(&mut algorithm, Algorithm::Autoregressive, Reason::ZeroBudget);
+        let mut horizon = horizon;
+        if asked.needs_tree_mask() {
+            // A tree of so many nodes is no deeper, and a chain in place of one
+            // has no more nodes than were asked for.
+            horizon = horizon.min(budget);
         }
         let nodes = capabilities.max_slots - 1;
-        let mut horizon = horizon;
         if algorithm.needs_drafter() {
             if horizon == 0 {
                 fall_back(&mut algorithm, Algorithm::Autoregressive, Reason::NoHorizon);
@@ -192,7 +208,7 @@ impl Plan {
         let shadow = config.shadow && algorithm.needs_drafter();
         let top_k = if algorithm.needs_tree_mask() || shadow {
             // Beyond the budget no entry can be in the tree.
-            config.top_k.unwrap_or(budget).min(budget).min(capabilities.vocab_size)
+            config.top_k.unwrap_or(budget).min(budget).clamp(1, capabilities.vocab_size)
         } else {
             1
         };

@@ -68,12 +68,15 @@ pub enum Finish {
 /// ```
 ///
 /// Between any two steps a session can be dropped, or brought back to the last
-/// committed token with [`abandon`](Self::abandon); the step that failed can
-/// also simply be done again. Tokens are emitted when their round is committed,
-/// each exactly once.
+/// committed token with [`abandon`](Self::abandon). A prefill, a proposal or a
+/// verification that failed can also simply be done again; after a commit that
+/// failed the rows of the round are void, and only `abandon` is left. Tokens are
+/// emitted when their round is committed, each exactly once.
 ///
-/// After its first round a session allocates nothing per round, unless it keeps
-/// a trace.
+/// A session allocates when it is made and when a request starts. Rounds allocate
+/// for a proposal that is larger than any before, which usually means the first
+/// round alone, for tokens beyond the first million, and for a trace if one is
+/// kept; otherwise nothing.
 ///
 /// ```
 /// use ddtree::{Algorithm, Capabilities, Config, Need, Plan, Request, Session};
@@ -148,6 +151,10 @@ pub struct Session {
     trace: Vec<RoundTrace>,
     trace_path: Vec<u32>,
 }
+
+/// Tokens for which a session makes room ahead at most (4 MiB): a verifier may
+/// have no limit of its own.
+const RESERVED_TOKENS: usize = 1 << 20;
 
 /// What the round in progress may draft.
 #[derive(Clone, Copy, Debug)]
@@ -230,18 +237,18 @@ impl Session {
 
         self.stop_tokens.clone_from(&request.stop_tokens);
         // The last token emitted needs no row.
-        let room = capabilities.max_len + 1 - prompt.len();
+        let room = (capabilities.max_len - prompt.len()).saturating_add(1);
         self.max_new_tokens = request.max_new_tokens.unwrap_or(usize::MAX);
         self.prompt_len = prompt.len();
         self.tokens.clone_from(prompt);
-        self.tokens.reserve(room.min(self.max_new_tokens));
+        self.tokens.reserve(room.min(self.max_new_tokens).min(RESERVED_TOKENS));
         self.committed = request.cached_prefix;
         self.news = self.tokens.len();
         self.stats.reset(self.plan.horizon());
         self.last_round = None;
         self.trace.clear();
         self.finish = None;
-        self.need = Need::Prefill;
+        self.need_prefill();
         if self.max_new_tokens == 0 {
             self.finish_with(Finish::TokenLimit);
         }
@@ -255,14 +262,15 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// If the session is within a round or finished, a token is outside the
-    /// vocabulary, or the cache has no room for them. The session is unchanged
-    /// then.
+    /// If the session is within a round that drafted or finished, a token is
+    /// outside the vocabulary, or the cache has no room for them. The session is
+    /// unchanged then.
     pub fn append(&mut self, tokens: &[u32]) -> Result<(), Error> {
         let between_rounds = match self.need {
             Need::Prefill | Need::Proposal => true,
-            // Without a draft there is no other step between rounds.
-            Need::Verification => !self.plan.algorithm().needs_drafter(),
+            // Nothing is lost with a round that has no draft, and where none
+            // can be drafted there is no other step between rounds.
+            Need::Verification => self.tree.nodes() == 0,
             _ => false,
         };
         if !between_rounds {
@@ -280,7 +288,7 @@ impl Session {
         if !tokens.is_empty() {
             self.tokens.extend_from_slice(tokens);
             self.news = self.tokens.len();
-            self.need = Need::Prefill;
+            self.need_prefill();
             if self.generated().len() >= self.max_new_tokens {
                 self.finish_with(Finish::TokenLimit);
             }
@@ -356,7 +364,7 @@ impl Session {
             let settings = crate::TreeSettings { budget, ..settings };
             self.build(settings, false)?;
         } else {
-            chain::build(&self.proposal, self.round.horizon, &mut self.tree);
+            chain::build(&self.proposal, self.chain_horizon(), &mut self.tree);
             if self.plan.shadow() {
                 self.shadow_tree.reset(self.root());
                 self.build(settings, true)?;
@@ -383,6 +391,20 @@ impl Session {
             let mut expand = NotBelow { lists: &self.proposal, tokens: &self.stop_tokens };
             self.builder.build_with(&mut expand, settings, tree)
         }
+    }
+
+    /// Depths of the chain: those up to a stop token if nothing is to be drafted
+    /// below one.
+    fn chain_horizon(&self) -> usize {
+        let stops = |&depth: &usize| {
+            let best = self.proposal.depth(depth).0.first();
+            best.is_some_and(|token| self.stop_tokens.contains(token))
+        };
+        let horizon = self.round.horizon;
+        if self.plan.expand_below_stop() {
+            return horizon;
+        }
+        (1..=horizon).find(stops).unwrap_or(horizon)
     }
 
     /// Makes the round that comes one without a draft: when the drafter failed,
@@ -676,6 +698,7 @@ impl Session {
             }
         }
         if self.round.horizon.min(self.round.nodes) > 0 {
+            self.proposal.clear();
             self.need = Need::Proposal;
         } else {
             self.tree.reset(self.root());
@@ -689,7 +712,13 @@ impl Session {
         if self.has_mask {
             self.mask.build(&self.tree);
         }
+        self.picks.clear();
         self.need = Need::Verification;
+    }
+
+    fn need_prefill(&mut self) {
+        self.picks.clear();
+        self.need = Need::Prefill;
     }
 
     fn note_shadow(&mut self) {

@@ -233,8 +233,9 @@ impl<'a> Picks<'a> {
 /// 1. **Committed rows are safe.** A verifier knows how many rows are
 ///    committed: the end of the last `prefill` or `commit` that succeeded.
 ///    `verify` writes only beyond them. An error from any method leaves them as
-///    they were, recurrent state included; what lies beyond is void, and the
-///    same call may come again.
+///    they were, recurrent state included, and what lies beyond is void. The
+///    same call may come again, but for `commit`: a round whose commit failed is
+///    verified anew.
 /// 2. **A pick at every slot.** `verify` adds exactly one pick per slot, in slot
 ///    order: the token that the target chooses after the path from the root to
 ///    that slot, and nothing else (not slots before it, not siblings).

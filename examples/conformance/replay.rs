@@ -2,8 +2,8 @@
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
 use ddtree::{
-    Committed, Config, Decoder, Drafter, Finish, Proposal, ProposalRequest, Request,
-    candle::{CandleTarget, Taps, dflash::DFlash},
+    Committed, Config, Decoder, Drafter, Finish, Proposal, ProposalRequest, Request, TopK,
+    candle::{self, CandleTarget, Taps, dflash::DFlash},
 };
 
 use crate::{
@@ -32,8 +32,11 @@ pub fn replay(
     let request = Request::new(&case.prompt_ids)
         .max_new_tokens(limit.max(settings.max_new_tokens))
         .stop_tokens(&[settings.stop_token]);
-    let drafter = Recorder { drafter, proposal: Proposal::new() };
-    let mut decoder = Decoder::new((target, drafter), &config)?;
+    // The reference drafts into a buffer of this many tokens, and cuts blocks at its end.
+    let buffer = case.prompt_ids.len() + settings.max_new_tokens + 1 + run.budget;
+    let buffer = (run.algorithm.needs_tree_mask() && !run.output_is_longer).then_some(buffer);
+    let recorder = Recorder { drafter, buffer, proposal: Proposal::new(), top_k: TopK::new() };
+    let mut decoder = Decoder::new((target, recorder), &config)?;
     decoder.start(&request)?;
     decoder.step()?.context("no token came from the prompt")?;
 
@@ -79,7 +82,27 @@ pub fn replay(
 /// Passes on what a drafter proposes, and keeps it.
 struct Recorder<'a> {
     drafter: &'a mut DFlash,
+    buffer: Option<usize>,
     proposal: Proposal,
+    top_k: TopK,
+}
+
+impl Recorder<'_> {
+    /// What the reference makes of a block that its buffer cuts to `slots` slots. It takes the logits
+    /// of the last `block_size - 1` slots; of a shorter block those are all, so that depth `d` is
+    /// drafted from slot `d - 1`.
+    fn propose_cut(
+        &mut self,
+        request: &ProposalRequest,
+        slots: usize,
+        proposal: &mut Proposal,
+    ) -> Result<(), candle::Error> {
+        let logits = self.drafter.slot_logits(request.root(), request.position(), slots)?;
+        for row in logits.to_vec2::<f32>()?.iter().take(request.horizon()) {
+            proposal.push_logits(row, request.top_k(), &mut self.top_k)?;
+        }
+        Ok(())
+    }
 }
 
 impl Drafter<Taps> for Recorder<'_> {
@@ -105,7 +128,12 @@ impl Drafter<Taps> for Recorder<'_> {
         let (root, position) = (request.root(), request.position());
         let top_k = request.top_k() + MARGIN;
         let wider = ProposalRequest::new(root, position, request.horizon(), top_k);
-        self.drafter.propose(&wider, proposal)?;
+        let left = self.buffer.map_or(usize::MAX, |buffer| buffer.saturating_sub(position));
+        if left < self.drafter.config().block_size() {
+            self.propose_cut(&wider, left, proposal)?;
+        } else {
+            self.drafter.propose(&wider, proposal)?;
+        }
         self.proposal.clone_from(proposal);
         Ok(())
     }

@@ -219,22 +219,23 @@ impl DecoderModel {
         cache.reserve(pass.start + n)?;
         let rotation = self.rope.at(pass.positions)?;
         let mut masks: Vec<(Option<usize>, LayerMask)> = Vec::new();
-        for &window in &self.config.layer_windows {
-            if masks.iter().all(|(known, _)| *known != window) {
-                let mask =
-                    LayerMask::new(pass.start, pass.positions, pass.mask, window, &self.device)?;
-                masks.push((window, mask));
-            }
-        }
-
         let mut x = self.embed_tokens.forward(pass.tokens)?;
         x = x.to_dtype(layers::residual_dtype(self.dtype))?;
         let mut captured: Vec<Option<Tensor>> = vec![None; pass.taps.len()];
-        for (index, (layer, window)) in
+        for (index, (layer, &window)) in
             self.layers.iter().zip(&self.config.layer_windows).enumerate()
         {
-            let mask = masks.iter().find(|(known, _)| known == window).map(|(_, mask)| mask);
-            let Some(mask) = mask else { unreachable!("every window has a mask") };
+            let known = masks.iter().position(|(known, _)| *known == window);
+            let known = match known {
+                Some(known) => known,
+                None => {
+                    let (positions, mask) = (pass.positions, pass.mask);
+                    let mask = LayerMask::new(pass.start, positions, mask, window, &self.device)?;
+                    masks.push((window, mask));
+                    masks.len() - 1
+                }
+            };
+            let mask = &masks[known].1;
             let normed = layer.input_norm.forward(&x)?.to_dtype(self.dtype)?;
             let mixed =
                 layer.attention.forward(&normed, &rotation, mask, cache, index, pass.start)?;

@@ -108,7 +108,7 @@ impl Gguf {
             }
         }
         let rotary_dim = self.opt_positive("rope.dimension_count")?.unwrap_or(head_dim);
-        if rotary_dim > head_dim || rotary_dim % 2 != 0 {
+        if rotary_dim > head_dim || !rotary_dim.is_multiple_of(2) {
             let accepted = format!("an even number up to the head dimension {head_dim}");
             return Err(Error::config(self.key("rope.dimension_count"), rotary_dim, accepted));
         }

@@ -215,3 +215,40 @@ fn argmax_on_device(logits: &Tensor) -> Result<Vec<u32>> {
         + greatest.squeeze(1)?.eq(f32::INFINITY)?.to_dtype(DType::F32)?)?;
     Ok(bad.gt(0f32)?.where_cond(&none.broadcast_as(rows)?, &lowest)?.to_vec1()?)
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    /// The path for devices whose memory the host cannot read, run on the CPU.
+    #[test]
+    fn device_picks_equal_host_picks() {
+        let (nan, inf) = (f32::NAN, f32::INFINITY);
+        let rows = [
+            [1.0, 3.0, 3.0, 2.0],
+            [-inf, -4.0, -4.0, -5.0],
+            [-inf; 4],
+            [0.0, -0.0, -1.0, 0.0],
+            [7.0, 7.0, 7.0, 7.5],
+            [1.0, nan, 2.0, 0.0],
+            [nan; 4],
+            [1.0, inf, 2.0, inf],
+        ];
+        let logits = Tensor::new(&rows, &Device::Cpu).unwrap();
+        let found = argmax_on_device(&logits).unwrap();
+        for (row, found) in rows.iter().zip(found) {
+            let mut ids = Vec::new();
+            let expected = Picks::new(&mut ids).push_logits(row);
+            // 4, the number of columns, stands for a refused row.
+            let expected = expected.map_or(4, |()| ids[0]);
+            assert_eq!(found, expected, "{row:?}");
+        }
+        assert!(pick_greedy(&logits, &mut Picks::new(&mut Vec::new())).is_err());
+        let good = logits.narrow(0, 0, 5).unwrap();
+        let mut ids = Vec::new();
+        pick_greedy(&good, &mut Picks::new(&mut ids)).unwrap();
+        assert_eq!(ids, [1, 1, 0, 0, 3]);
+    }
+}

@@ -122,18 +122,19 @@ pub fn write_packed(mask: &AncestorMask, prefix: usize, out: &mut [u8]) -> Resul
 
 /// Sets `count` bits from bit `start` on.
 fn set_ones(out: &mut [u8], start: usize, count: usize) {
-    let mut bit = start;
+    if count == 0 {
+        return;
+    }
     let end = start + count;
-    while bit < end && !bit.is_multiple_of(8) {
-        out[bit / 8] |= 1 << (bit % 8);
-        bit += 1;
-    }
-    while bit + 8 <= end {
-        out[bit / 8] = 0xff;
-        bit += 8;
-    }
-    for bit in bit..end {
-        out[bit / 8] |= 1 << (bit % 8);
+    let (first, last) = (start / 8, (end - 1) / 8);
+    let from_start = 0xff << (start % 8);
+    let to_end = 0xff >> (7 - (end - 1) % 8);
+    if first == last {
+        out[first] |= from_start & to_end;
+    } else {
+        out[first] |= from_start;
+        out[first + 1..last].fill(0xff);
+        out[last] |= to_end;
     }
 }
 

@@ -3,6 +3,8 @@
 //! `cargo run --release --example generate -- --help`
 
 mod common;
+#[path = "common/sampling.rs"]
+mod sampling;
 #[path = "common/stream.rs"]
 mod stream;
 
@@ -21,6 +23,7 @@ use ddtree::{
     ShadowStats, Stage, TreeSettings,
     candle::{CandleTarget, Taps},
 };
+use sampling::SamplingArgs;
 use serde_json::json;
 use stream::TextStream;
 
@@ -35,6 +38,7 @@ const PROMPT: &str = "Question: Tom has 3 boxes with 12 apples each. He gives aw
 #[command(after_help = "Examples:
   generate
   generate --algorithm chain --max-new-tokens 64 'def fibonacci(n):'
+  generate --temperature 0.8 --top-p 0.95 --seed 7 'The quick brown fox'
   generate --quiet --trace rounds.json - < prompt.txt
   generate --target SmolLM2-135M-Instruct.gguf --drafter smollm2-dflash/ --chat 'Why is the sky blue?'")]
 struct Args {
@@ -54,9 +58,9 @@ struct Args {
     #[arg(long, value_name = "NODES", default_value_t = 16)]
     budget: usize,
 
-    /// Children of a node at most [default: the budget]
+    /// Children of a node at most, and entries per depth asked of the drafter [default: the budget]
     #[arg(long, value_name = "K")]
-    top_k: Option<usize>,
+    width: Option<usize>,
 
     /// Keep the chain of the drafter's best tokens in every tree, however improbable
     #[arg(long)]
@@ -69,6 +73,9 @@ struct Args {
     /// Tokens to generate at most
     #[arg(long, value_name = "N", default_value_t = 128)]
     max_new_tokens: usize,
+
+    #[command(flatten)]
+    sampling: SamplingArgs,
 
     #[command(flatten)]
     models: ModelArgs,
@@ -96,8 +103,8 @@ impl Args {
             .spine(self.spine)
             .shadow(self.shadow)
             .trace(self.trace.is_some());
-        match self.top_k {
-            Some(top_k) => config.top_k(top_k),
+        match self.width {
+            Some(width) => config.top_k(width),
             None => config,
         }
     }
@@ -155,8 +162,10 @@ struct Job {
 impl Job {
     fn run<D: Drafter<Taps, Error: Send + Sync>>(self, drafter: D) -> Result<()> {
         let Self { args, prompt, prompt_ids, target, stop_tokens, name, text, trace } = self;
-        let request =
-            Request::new(&prompt_ids).max_new_tokens(args.max_new_tokens).stop_tokens(&stop_tokens);
+        let request = Request::new(&prompt_ids)
+            .max_new_tokens(args.max_new_tokens)
+            .stop_tokens(&stop_tokens)
+            .sampling(args.sampling.sampling());
         let mut decoder = Decoder::new((target, drafter), &args.config())?;
         decoder.start(&request)?;
         if !args.quiet {
@@ -335,7 +344,8 @@ fn trace_of(session: &Session, name: &str, prompt: &str, text: &str) -> serde_js
         .trace()
         .iter()
         .map(|round| {
-            let start = std::mem::replace(&mut end, end + round.stats.tokens);
+            let start = end;
+            end += round.stats.tokens;
             json!({
                 "position": round.start,
                 "algorithm": round.stats.algorithm.name(),

@@ -1,4 +1,4 @@
-use crate::Algorithm;
+use crate::{Algorithm, Sampling};
 
 /// How to draft: what a user asks for, before it is held against what the
 /// verifier and the drafter can do ([`Plan::resolve`](crate::Plan::resolve)).
@@ -21,6 +21,7 @@ pub struct Config {
     pub(crate) top_k: Option<usize>,
     pub(crate) log_prob_cutoff: Option<f64>,
     pub(crate) spine: bool,
+    pub(crate) coupled: bool,
     pub(crate) expand_below_stop: bool,
     pub(crate) shadow: bool,
     pub(crate) allow_inexact_recurrent: bool,
@@ -36,6 +37,7 @@ impl Default for Config {
             top_k: None,
             log_prob_cutoff: None,
             spine: false,
+            coupled: true,
             expand_below_stop: true,
             shadow: false,
             allow_inexact_recurrent: false,
@@ -94,6 +96,14 @@ impl Config {
         self
     }
 
+    /// Whether a request with a temperature is drafted with the noise that it is sampled with: the tree is
+    /// then of the tokens that this noise favours, and more of them are accepted. The text is the same.
+    /// Default: on. Greedy requests do not read it.
+    pub fn coupled(mut self, coupled: bool) -> Self {
+        self.coupled = coupled;
+        self
+    }
+
     /// Whether to draft below a stop token. Default: on, the reference's rule;
     /// off saves nodes that can never be emitted.
     pub fn expand_below_stop(mut self, expand: bool) -> Self {
@@ -141,6 +151,7 @@ pub struct Request {
     pub(crate) max_new_tokens: Option<usize>,
     pub(crate) stop_tokens: Vec<u32>,
     pub(crate) cached_prefix: usize,
+    pub(crate) sampling: Sampling,
 }
 
 impl Request {
@@ -161,6 +172,12 @@ impl Request {
     /// none.
     pub fn stop_tokens(mut self, stop_tokens: &[u32]) -> Self {
         self.stop_tokens = stop_tokens.to_vec();
+        self
+    }
+
+    /// How tokens are chosen. Default: greedy.
+    pub fn sampling(mut self, sampling: Sampling) -> Self {
+        self.sampling = sampling;
         self
     }
 

@@ -101,6 +101,7 @@ mod walk;
 #[cfg_attr(docsrs, doc(cfg(feature = "conformance")))]
 pub mod conformance;
 pub mod layout;
+pub mod sample;
 pub mod top_k;
 pub mod tree;
 
@@ -118,12 +119,13 @@ pub use error::Error;
 pub use mask::AncestorMask;
 pub use plan::{Plan, Reason};
 pub use proposal::Proposal;
+pub use sample::{Constraint, PickRule, Sampling, TokenPath};
 pub use session::{Finish, Need, Session};
 pub use stats::{RoundStats, RoundTrace, RunStats, ShadowStats, Stage};
 pub use top_k::TopK;
-pub use tree::{BestFirst, DraftTree, Expand, TreeSettings};
+pub use tree::{BestFirst, DraftTree, Expand, Filter, TreeSettings};
 pub use verifier::{
-    Attention, Capabilities, MaskForm, Picks, Prefill, Recurrence, Round, Verifier,
+    Attention, Capabilities, MaskForm, NoiseKey, Picks, Prefill, Recurrence, Round, Verifier,
 };
 pub use walk::{Acceptance, walk};
 

@@ -4,6 +4,10 @@ use crate::{
     Algorithm, Attention, Capabilities, Config, Error, MaskForm, Recurrence, TreeSettings,
 };
 
+/// Entries per depth that coupled drafting asks for unless told otherwise. Noise lifts tokens from far down the list:
+/// at temperature 1.3, trees of 64 nodes over 32 entries are accepted no more than uncoupled ones.
+const COUPLED_CANDIDATES: usize = 128;
+
 /// Why a round is not the one that was asked for.
 ///
 /// Every such round carries one of these; they are counted in
@@ -87,6 +91,8 @@ pub struct Plan {
     reason: Option<Reason>,
     horizon: usize,
     tree: TreeSettings,
+    candidates: usize,
+    coupled: bool,
     shadow: bool,
     expand_below_stop: bool,
     trace: bool,
@@ -212,12 +218,16 @@ impl Plan {
         } else {
             1
         };
+        // Noise favours tokens that are far down the list, so coupled drafting reranks more of them.
+        let candidates = config.top_k.unwrap_or(budget.max(COUPLED_CANDIDATES));
         let plan = Self {
             asked,
             algorithm,
             reason,
             horizon,
             tree: TreeSettings { budget, top_k, log_prob_cutoff, spine: config.spine },
+            candidates: candidates.min(capabilities.vocab_size),
+            coupled: config.coupled && algorithm.needs_drafter(),
             shadow,
             expand_below_stop: config.expand_below_stop,
             trace: config.trace,
@@ -263,6 +273,15 @@ impl Plan {
     /// What the verifier offers.
     pub fn capabilities(&self) -> &Capabilities {
         &self.capabilities
+    }
+
+    /// Entries per depth that a coupled round asks the drafter for.
+    pub(crate) fn candidates(&self) -> usize {
+        self.candidates
+    }
+
+    pub(crate) fn coupled(&self) -> bool {
+        self.coupled
     }
 
     pub(crate) fn shadow(&self) -> bool {

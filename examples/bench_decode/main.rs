@@ -7,6 +7,8 @@ mod common;
 mod measure;
 mod prompts;
 mod report;
+#[path = "../common/sampling.rs"]
+mod sampling;
 
 use std::path::PathBuf;
 
@@ -16,6 +18,7 @@ use common::{device::DeviceArgs, models::ModelArgs, models::Models};
 use indicatif::ProgressBar;
 use measure::{Arm, Bench, Measured};
 use report::{Report, Setting};
+use sampling::SamplingArgs;
 
 /// Measures ar, chain and trees of several budgets on the same prompts.
 ///
@@ -24,6 +27,7 @@ use report::{Report, Setting};
 #[derive(Debug, Parser)]
 #[command(after_help = "Examples:
   bench_decode --repeat 10 --json result.json
+  bench_decode --temperature 1 --seeds 3 --uncoupled --repeat 1
   bench_decode --target SmolLM2-135M-Instruct.gguf --drafter smollm2-dflash/ --chat --prompts prompts.txt --budgets 8,32
 
 Compare ratios, not tokens per second, and quote the spread. Without --release all figures mislead.")]
@@ -46,6 +50,17 @@ struct Args {
     #[arg(long, value_name = "NODES", value_delimiter = ',', default_value = "4,16,64")]
     budgets: Vec<usize>,
 
+    #[command(flatten)]
+    sampling: SamplingArgs,
+
+    /// Texts per prompt, each with a seed of its own
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    seeds: usize,
+
+    /// With a temperature: also measure drafts that do not use the noise of the draws
+    #[arg(long)]
+    uncoupled: bool,
+
     /// Tokens to generate per prompt at most
     #[arg(long, value_name = "N", default_value_t = 96)]
     max_new_tokens: usize,
@@ -62,6 +77,11 @@ struct Args {
 fn main() -> Result<()> {
     let args = Args::parse();
     ensure!(args.repeat > 0, "--repeat: found 0, accepted: at least 1");
+    ensure!(args.seeds > 0, "--seeds: found 0, accepted: at least 1");
+    ensure!(
+        !args.uncoupled || args.sampling.temperature > 0.0,
+        "--uncoupled: accepted: with a --temperature above 0"
+    );
     ensure!(
         args.max_new_tokens > 1,
         "--max-new-tokens: accepted: at least 2, as the first comes from the prompt"
@@ -76,13 +96,16 @@ fn main() -> Result<()> {
     let encode = |prompt: &String| models.text.encode(prompt, args.chat);
     let prompt_ids: Vec<Vec<u32>> = prompts.iter().map(encode).collect::<Result<_>>()?;
 
-    let arms = Arm::all(&args.budgets);
-    let mut bench = Bench::new(models, args.max_new_tokens)?;
-    let progress = ProgressBar::new((args.repeat * prompts.len() * arms.len()) as u64);
+    // A prompt with another seed is another text.
+    let prompt_ids = vec![prompt_ids; args.seeds].concat();
+
+    let arms = Arm::all(&args.budgets, args.uncoupled);
+    let mut bench = Bench::new(models, args.max_new_tokens, args.sampling.sampling())?;
+    let progress = ProgressBar::new((args.repeat * prompt_ids.len() * arms.len()) as u64);
     for arm in &arms {
-        bench.run(*arm, &prompt_ids[0])?; // warms caches and buffers up
+        bench.run(*arm, &prompt_ids[0], 0)?; // warms caches and buffers up
     }
-    let mut measured = Measured::new(arms.clone(), args.repeat, prompts.len());
+    let mut measured = Measured::new(arms.clone(), args.repeat, prompt_ids.len());
     for repeat in 0..args.repeat {
         for (prompt, ids) in prompt_ids.iter().enumerate() {
             let mut order: Vec<usize> = (0..arms.len()).collect();
@@ -90,7 +113,8 @@ fn main() -> Result<()> {
                 order.reverse();
             }
             for arm in order {
-                measured.add(repeat, prompt, arm, bench.run(arms[arm], ids)?);
+                let seed = args.sampling.seed + prompt as u64;
+                measured.add(repeat, prompt, arm, bench.run(arms[arm], ids, seed)?);
                 progress.inc(1);
             }
         }
@@ -103,6 +127,8 @@ fn main() -> Result<()> {
         target: bench.name(),
         device: &args.device.describe(),
         max_new_tokens: args.max_new_tokens,
+        temperature: args.sampling.temperature,
+        seeds: args.seeds,
     };
     let report = Report::new(&setting, &measured, difference);
     print!("{report}");

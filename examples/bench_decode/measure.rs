@@ -4,7 +4,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use ddtree::{
-    Algorithm, Config, Decoder, Drafter, NoDrafter, Request, Stage,
+    Algorithm, Config, Decoder, Drafter, NoDrafter, Request, Sampling, Stage,
     candle::{CandleTarget, Forward, Taps, Want, dflash::DFlash},
     top_k,
 };
@@ -17,23 +17,30 @@ pub struct Arm {
     pub algorithm: Algorithm,
     /// Nodes, of a tree.
     pub budget: usize,
+    /// Whether drafts use the noise of the draws.
+    pub coupled: bool,
 }
 
 impl Arm {
-    /// Without a draft, with chains, and with trees of these budgets; [`AR`] and [`CHAIN`] are
-    /// indices.
-    pub fn all(budgets: &[usize]) -> Vec<Self> {
-        let arm = |algorithm, budget| Self { algorithm, budget };
+    /// Without a draft, with chains, and with trees of these budgets; the drafting ones once more
+    /// without coupling if asked for. [`AR`] and [`CHAIN`] are indices.
+    pub fn all(budgets: &[usize], uncoupled: bool) -> Vec<Self> {
+        let arm = |algorithm, budget| Self { algorithm, budget, coupled: true };
         let mut arms = vec![arm(Algorithm::Autoregressive, 0), arm(Algorithm::Chain, 0)];
         arms.extend(budgets.iter().map(|&budget| arm(Algorithm::Tree, budget)));
+        if uncoupled {
+            let drafting = arms[CHAIN..].to_vec();
+            arms.extend(drafting.into_iter().map(|arm| Self { coupled: false, ..arm }));
+        }
         arms
     }
 
     pub fn name(&self) -> String {
-        match self.algorithm {
+        let name = match self.algorithm {
             Algorithm::Tree => format!("tree {}", self.budget),
             other => other.to_string(),
-        }
+        };
+        if self.coupled { name } else { name + " uncoupled" }
     }
 }
 
@@ -84,13 +91,14 @@ pub struct Bench {
     plain: CandleTarget,
     tapped: CandleTarget,
     max_new_tokens: usize,
+    sampling: Sampling,
 }
 
 impl Bench {
-    pub fn new(mut models: Models, max_new_tokens: usize) -> Result<Self> {
+    pub fn new(mut models: Models, max_new_tokens: usize, sampling: Sampling) -> Result<Self> {
         let (plain, tapped) = (models.target(false)?, models.target(true)?);
         let drafter = models.drafter.take().context("no drafter")?;
-        Ok(Self { models, drafter, plain, tapped, max_new_tokens })
+        Ok(Self { models, drafter, plain, tapped, max_new_tokens, sampling })
     }
 
     pub fn name(&self) -> &str {
@@ -98,11 +106,12 @@ impl Bench {
     }
 
     /// Generates a text.
-    pub fn run(&mut self, arm: Arm, prompt: &[u32]) -> Result<Sample> {
-        let config = Config::new(arm.algorithm).budget(arm.budget);
+    pub fn run(&mut self, arm: Arm, prompt: &[u32], seed: u64) -> Result<Sample> {
+        let config = Config::new(arm.algorithm).budget(arm.budget).coupled(arm.coupled);
         let request = Request::new(prompt)
             .max_new_tokens(self.max_new_tokens)
-            .stop_tokens(self.models.stop_tokens());
+            .stop_tokens(self.models.stop_tokens())
+            .sampling(self.sampling.clone().seed(seed));
         if arm.algorithm.needs_drafter() {
             time(&mut self.tapped, &mut self.drafter, &config, &request)
         } else {

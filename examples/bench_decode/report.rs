@@ -13,6 +13,8 @@ pub struct Setting<'a> {
     pub target: &'a str,
     pub device: &'a str,
     pub max_new_tokens: usize,
+    pub temperature: f32,
+    pub seeds: usize,
 }
 
 /// The figures of all arms.
@@ -103,7 +105,9 @@ impl<'a> Report<'a> {
         json!({
             "target": self.setting.target,
             "device": self.setting.device,
-            "prompts": self.measured.prompts(),
+            "prompts": self.measured.prompts() / self.setting.seeds,
+            "seeds": self.setting.seeds,
+            "temperature": self.setting.temperature,
             "max_new_tokens": self.setting.max_new_tokens,
             "repeats": self.measured.totals.len(),
             "texts_equal": self.difference.is_none(),
@@ -163,12 +167,12 @@ impl Spread {
 
 impl fmt::Display for Report<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Setting { target, device, max_new_tokens } = self.setting;
-        let (prompts, repeats) = (self.measured.prompts(), self.measured.totals.len());
+        let Setting { target, device, max_new_tokens, temperature, seeds } = self.setting;
+        let (prompts, repeats) = (self.measured.prompts() / seeds, self.measured.totals.len());
         writeln!(
             f,
-            "{target} ({device}): {prompts} prompts, {max_new_tokens} tokens each at most, \
-             {repeats} runs; median (min..max)\n"
+            "{target} ({device}), temperature {temperature}: {prompts} prompts with {seeds} seeds, \
+             {max_new_tokens} tokens each at most, {repeats} runs; median (min..max)\n"
         )?;
 
         let head = ["", "tokens/s", "x ar", "x chain", "tau", "nodes/round"];

@@ -1,6 +1,6 @@
 //! Tokens to text as they come, never half a character.
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 
 use crate::common::text::Text;
 
@@ -46,8 +46,13 @@ impl<'a> TextStream<'a> {
     }
 
     fn pending(&self) -> Result<String> {
-        let old = self.text.decode(&self.tokens[self.last.clone()])?;
-        let all = self.text.decode(&self.tokens[self.last.start..])?;
+        let old = self.decode(self.last.clone())?;
+        let all = self.decode(self.last.start..self.tokens.len())?;
         Ok(all.get(old.len()..).unwrap_or_default().to_owned())
+    }
+
+    fn decode(&self, range: std::ops::Range<usize>) -> Result<String> {
+        let text = self.text.tokenizer.decode(&self.tokens[range], true);
+        text.map_err(|error| anyhow!("cannot turn tokens into text: {error}"))
     }
 }

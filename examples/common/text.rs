@@ -8,7 +8,7 @@ use ddtree::candle::Gguf;
 use minijinja::{Environment, ErrorKind, context};
 use tokenizers::{
     AddedToken, PreTokenizerWrapper, SplitDelimiterBehavior, Tokenizer,
-    models::bpe::BPE,
+    models::bpe::{BPE, Vocab},
     normalizers::unicode::NFC,
     pre_tokenizers::{
         byte_level::ByteLevel, digits::Digits, sequence::Sequence, split::Split,
@@ -19,7 +19,7 @@ use tokenizers::{
 /// A checkpoint's tokenizer and chat template.
 #[derive(Debug)]
 pub struct Text {
-    tokenizer: Tokenizer,
+    pub tokenizer: Tokenizer,
     /// Token to put before a text that is not a chat, where the tokenizer does not do it itself.
     bos: Option<u32>,
     chat_template: Option<String>,
@@ -81,6 +81,7 @@ impl Text {
         };
         let kind = get("tokenizer.ggml.model")?.to_string()?;
         ensure!(kind == "gpt2", "tokenizer.ggml.model is {kind}; accepted: gpt2 (byte-level BPE)");
+        let pre = get("tokenizer.ggml.pre")?.to_string()?;
 
         let tokens = strings("tokenizer.ggml.tokens")?;
         let merges = strings("tokenizer.ggml.merges")?;
@@ -89,14 +90,13 @@ impl Text {
                 merge.split_once(' ').with_context(|| format!("merge {merge:?}"))?;
             Ok((left.to_owned(), right.to_owned()))
         });
-        let vocab = tokens.iter().cloned().zip(0..).collect();
+        let vocab: Vocab = tokens.iter().cloned().zip(0..).collect();
         let bpe = BPE::builder()
             .vocab_and_merges(vocab, merges.collect::<Result<Vec<_>>>()?)
-            .ignore_merges(get("tokenizer.ggml.pre").is_ok_and(|pre| is(pre, "llama-bpe")))
+            .ignore_merges(pre == "llama-bpe")
             .build()
             .map_err(|error| anyhow!("tokenizer of the file: {error}"))?;
         let mut tokenizer = Tokenizer::new(bpe);
-        let pre = get("tokenizer.ggml.pre")?.to_string()?;
         tokenizer.with_pre_tokenizer(Some(pre_tokenizer(pre)?));
         tokenizer.with_decoder(Some(ByteLevel::new(false, true, true)));
         if pre == "qwen2" {
@@ -170,16 +170,6 @@ impl Text {
         );
         text.context("the target's chat template")
     }
-
-    /// The text of tokens, without special ones.
-    pub fn decode(&self, tokens: &[u32]) -> Result<String> {
-        let text = self.tokenizer.decode(tokens, true);
-        text.map_err(|error| anyhow!("cannot turn tokens into text: {error}"))
-    }
-}
-
-fn is(value: &Value, text: &str) -> bool {
-    value.to_string().is_ok_and(|found| found == text)
 }
 
 /// How the text is cut up before byte pairs are merged, by the names that llama.cpp gives.

@@ -25,8 +25,8 @@ pub struct Build {
     pub topk_logprobs: Vec<Vec<f32>>,
     #[serde(flatten)]
     pub tree: Tree,
-    /// A row of `0` and `1` per slot.
-    pub visibility: Vec<String>,
+    /// A row of `0` and `1` per slot; left out where the tree is large.
+    pub visibility: Option<Vec<String>>,
 }
 
 /// A reference tree. `tokens` and `depths` leave the root out, `parents` does not.

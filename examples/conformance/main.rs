@@ -14,7 +14,7 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use common::{device::DeviceArgs, models::ModelArgs, models::Models};
 use ddtree::Algorithm;
-use golden::{Build, Decode, Golden, Run, Settings};
+use golden::{Build, Decode, Golden, Settings};
 use indicatif::{ProgressBar, ProgressStyle};
 
 /// Replays golden files: trees that were built, and texts that were generated, by the published
@@ -69,7 +69,11 @@ fn run(args: &Args) -> Result<usize> {
             Golden::Decodes { settings, cases } => {
                 let models = match &mut models {
                     Some(models) => models,
-                    None => models.insert(Models::load(&args.models, &args.device, true, true)?),
+                    None => {
+                        let loaded = Models::load(&args.models, &args.device, true, true)?;
+                        eprintln!("{} ({})", loaded.name, args.device.describe());
+                        models.insert(loaded)
+                    }
                 };
                 decodes(file, settings, cases, models, &mut report)?;
             }
@@ -94,6 +98,13 @@ fn decodes(
     report: &mut Report,
 ) -> Result<()> {
     let mut target = models.target(true)?;
+    if !models.stop_tokens().contains(&settings.stop_token) {
+        report.note(&format!(
+            "{file}: its stop token {} is none of the target's, which are {:?}; the file's is used",
+            settings.stop_token,
+            models.stop_tokens()
+        ));
+    }
     for (index, case) in cases.iter().enumerate() {
         if let Some(prompt) = &case.prompt {
             // Chat templates put more around a prompt, so either is fine.

@@ -1,8 +1,8 @@
 //! A text generated again, round by round beside the reference.
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, bail};
 use ddtree::{
-    Committed, Config, Decoder, Drafter, Finish, Proposal, ProposalRequest, Request, TopK,
+    Committed, Config, Decoder, Drafter, Proposal, ProposalRequest, Request, TopK,
     candle::{self, CandleTarget, Taps, dflash::DFlash},
 };
 
@@ -26,71 +26,79 @@ pub fn replay(
 ) -> Result<Vec<String>> {
     let lengths = &run.acceptance_lengths;
     // The reference lets its last round overshoot the limit, so ours is set where it does not matter.
-    let limit = 1 + lengths.iter().sum::<usize>() + settings.block_size;
+    let limit = settings.max_new_tokens + lengths.iter().sum::<usize>() + settings.block_size;
     let config =
         Config::new(run.algorithm).block_size(settings.block_size).budget(run.budget).trace(true);
-    let request = Request::new(&case.prompt_ids)
-        .max_new_tokens(limit.max(settings.max_new_tokens))
-        .stop_tokens(&[settings.stop_token]);
-    // The reference drafts into a buffer of this many tokens, and cuts blocks at its end.
+    let request =
+        Request::new(&case.prompt_ids).max_new_tokens(limit).stop_tokens(&[settings.stop_token]);
+    // The reference drafts into a buffer of this many tokens, and its blocks end with it. Runs without
+    // outputs of their own were made otherwise.
     let buffer = case.prompt_ids.len() + settings.max_new_tokens + 1 + run.budget;
-    let buffer = (run.algorithm.needs_tree_mask() && !run.output_is_longer).then_some(buffer);
+    let cuts = run.algorithm.needs_tree_mask() && !run.output_is_longer;
+    let buffer = if cuts { buffer } else { usize::MAX };
     let recorder = Recorder { drafter, buffer, proposal: Proposal::new(), top_k: TopK::new() };
     let mut decoder = Decoder::new((target, recorder), &config)?;
     decoder.start(&request)?;
     decoder.step()?.context("no token came from the prompt")?;
 
     let mut near_ties = Vec::new();
-    for (index, &length) in lengths.iter().enumerate() {
+    // The reference looks for stop tokens only after its first round.
+    let rounds = if decoder.session().finish().is_none() { lengths.len() } else { 0 };
+    for index in 0..rounds {
         let number = index + 1;
-        if decoder.session().finish() == Some(Finish::StopToken) && index == 0 {
-            // The reference looks for stop tokens only after its first round.
-            break;
-        }
         let Some(_) = decoder.step().with_context(|| format!("round {number}"))? else {
-            bail!("the text ends after {index} rounds, the reference's after {}", lengths.len());
+            bail!("the text ends after {index} rounds, the reference's after {rounds}");
         };
         let trace = decoder.session().trace().last().context("the session keeps no trace")?;
-        if let Some(reference) = run.rounds.get(index) {
-            let proposal = &decoder.engine().1.proposal;
-            let verdict = compare::round(trace, reference, proposal);
-            let near_tie = verdict.map_err(|difference| anyhow!("round {number}: {difference}"))?;
-            near_ties.extend(near_tie.map(|tie| format!("round {number}: {tie}")));
-        }
+        let verdict = match run.rounds.get(index) {
+            Some(reference) => compare::round(trace, reference, &decoder.engine().1.proposal),
+            None => Ok(None),
+        };
         let found = trace.path.len();
-        ensure!(found == length, "round {number}: acceptance length {found}, reference: {length}");
+        let verdict = verdict.and_then(|near_tie| {
+            let same = found == lengths[index];
+            let difference = || format!("acceptance length {found}, reference: {}", lengths[index]);
+            same.then_some(near_tie).ok_or_else(difference)
+        });
+        match verdict {
+            Ok(near_tie) => {
+                near_ties.extend(near_tie.map(|tie| format!("round {number}: {tie}")));
+            }
+            Err(difference) => bail!("round {number}: {difference}"),
+        }
     }
-
     let tokens = decoder.session().generated();
+    compare_tokens(tokens, settings, run)?;
+    Ok(near_ties)
+}
+
+fn compare_tokens(tokens: &[u32], settings: &Settings, run: &Run) -> Result<()> {
     let stop = tokens.iter().position(|&token| token == settings.stop_token);
     let end = stop.map_or(tokens.len(), |stop| stop + 1).min(settings.max_new_tokens);
-    let (tokens, expected) = (&tokens[..end], &run.output[..]);
-    let expected =
-        &expected[..if run.output_is_longer { end.min(expected.len()) } else { expected.len() }];
-    if let Some(index) = (0..end.max(expected.len())).find(|&i| tokens.get(i) != expected.get(i)) {
-        let show = |token: Option<&u32>| token.map_or("nothing".to_owned(), u32::to_string);
-        bail!(
-            "token {}: {}, reference: {}",
-            index + 1,
-            show(tokens.get(index)),
-            show(expected.get(index))
-        );
+    let whole = if run.output_is_longer { end.min(run.output.len()) } else { run.output.len() };
+    let (tokens, expected) = (&tokens[..end], &run.output[..whole]);
+    match (0..end.max(whole)).find(|&index| tokens.get(index) != expected.get(index)) {
+        None => Ok(()),
+        Some(index) => {
+            let show = |token: Option<&u32>| token.map_or("none".to_owned(), u32::to_string);
+            let (found, expected) = (show(tokens.get(index)), show(expected.get(index)));
+            bail!("token {}: {found}, reference: {expected}", index + 1)
+        }
     }
-    Ok(near_ties)
 }
 
 /// Passes on what a drafter proposes, and keeps it.
 struct Recorder<'a> {
     drafter: &'a mut DFlash,
-    buffer: Option<usize>,
+    buffer: usize,
     proposal: Proposal,
     top_k: TopK,
 }
 
 impl Recorder<'_> {
-    /// What the reference makes of a block that its buffer cuts to `slots` slots. It takes the logits
-    /// of the last `block_size - 1` slots; of a shorter block those are all, so that depth `d` is
-    /// drafted from slot `d - 1`.
+    /// What the reference makes of a block that the end of its buffer cuts to `slots` slots. It takes
+    /// the logits of the last `block_size - 1` slots; of a shorter block those are all of them, the
+    /// root's too, so that depth `d` is drafted from slot `d - 1`.
     fn propose_cut(
         &mut self,
         request: &ProposalRequest,
@@ -128,7 +136,7 @@ impl Drafter<Taps> for Recorder<'_> {
         let (root, position) = (request.root(), request.position());
         let top_k = request.top_k() + MARGIN;
         let wider = ProposalRequest::new(root, position, request.horizon(), top_k);
-        let left = self.buffer.map_or(usize::MAX, |buffer| buffer.saturating_sub(position));
+        let left = self.buffer.saturating_sub(position);
         if left < self.drafter.config().block_size() {
             self.propose_cut(&wider, left, proposal)?;
         } else {

@@ -3,7 +3,7 @@
 use candle_core::{CpuStorage, D, DType, Storage, Tensor};
 
 use super::{DecoderModel, Error, Forward, KvCache, Result, Want};
-use crate::{AncestorMask, Capabilities, CommitPlan, Picks, Prefill, Round, Verifier};
+use crate::{AncestorMask, Capabilities, CommitPlan, PickRule, Picks, Prefill, Round, Verifier};
 
 /// Attention scores of one prefill pass at most, over all heads; bounds its memory (64 MiB in f32)
 /// whatever the prompt's length.
@@ -11,8 +11,9 @@ const PREFILL_SCORES: usize = 1 << 24;
 
 /// A [`DecoderModel`] with the cache of one sequence, as the target of a speculative round.
 ///
-/// Picks are greedy: the greatest f32 logit, of equal ones the lowest id. One verification costs one
-/// synchronisation with the host, which fetches the picks; logits stay on the device.
+/// Greedy picks are made on the device: the greatest f32 logit, of equal ones the lowest id. One
+/// verification then costs one synchronisation with the host, which fetches the picks. Sampling is done
+/// on the host, which fetches the logits of the slots that the text reaches, one by one.
 #[derive(Debug)]
 pub struct CandleTarget {
     model: DecoderModel,
@@ -131,7 +132,7 @@ impl Verifier for CandleTarget {
         let logits = logits
             .ok_or_else(|| Error::argument("tokens", "none", "at least one token to prefill"))?;
         let hidden = if hidden.is_empty() { None } else { Some(Tensor::cat(&hidden, 0)?) };
-        pick_greedy(&logits, picks)?;
+        pick(&logits, picks)?;
         self.cache.extend(tokens.len())?;
         Ok(Taps::new(hidden))
     }
@@ -145,7 +146,7 @@ impl Verifier for CandleTarget {
         round.positions_into(&mut self.positions)?;
         let (logits, taps) = self.forward(round.start(), tree.tokens(), round.mask(), Want::All)?;
         let logits = logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?;
-        pick_greedy(&logits, picks)?;
+        pick(&logits, picks)?;
         self.verified = Some(Verified { slots: tree.len(), taps });
         Ok(())
     }
@@ -174,8 +175,9 @@ fn check_start(start: usize, cache: &KvCache) -> Result<()> {
     Err(Error::argument("start", start, format!("the committed length {}", cache.len())))
 }
 
-/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32).
-fn pick_greedy(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
+/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32). The device picks greedily; for
+/// anything else, rows that the text reaches come to the host.
+fn pick(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
     let vocab_size = logits.dim(D::Minus1)?;
     let logits = logits.contiguous()?;
     {
@@ -189,6 +191,16 @@ fn pick_greedy(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
             }
             return Ok(());
         }
+    }
+    if picks.rule() > PickRule::Argmax {
+        for row in 0..logits.dim(0)? {
+            if picks.wanted() {
+                picks.push_logits(&logits.get(row)?.to_vec1()?)?;
+            } else {
+                picks.skip();
+            }
+        }
+        return Ok(());
     }
     for (row, id) in argmax_on_device(&logits)?.into_iter().enumerate() {
         if id as usize >= vocab_size {

@@ -9,6 +9,8 @@
 //!   is the verifier's own [`prefill`](crate::Verifier::prefill): after a reset, a
 //!   prefill of a path's tokens has to give the pick that a tree gives at the end
 //!   of that path. No weights are needed that make sense; random ones find more.
+//! * [`check_picks`] holds the token ids that a verifier picks on its device against
+//!   those that this crate picks from its logits, also sampled.
 //! * [`arrays`] takes what an engine hands to its kernels, or gets from them, for
 //!   engines that are not behind the trait yet.
 //!
@@ -46,8 +48,10 @@ mod check;
 mod checks;
 mod kit;
 mod lab;
+mod picks;
 mod report;
 
 pub use check::Check;
 pub use kit::Kit;
+pub use picks::{PickFault, check_picks};
 pub use report::{Failure, Finding, Outcome, Report, Verdict};

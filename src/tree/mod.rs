@@ -3,17 +3,19 @@
 //! * [`DraftTree`]: the tree itself, flat arrays with the root first.
 //! * [`BestFirst`]: the most probable prefixes under a node budget (DDTree).
 //! * [`chain`]: the single path of best tokens (DFlash).
-//! * [`Expand`]: where builders get children from.
+//! * [`Expand`]: where builders get children from; [`Filter`] leaves some out.
 //! * [`SharedBudget`]: one node budget for the trees of a batch.
 
 pub mod chain;
 
 mod best_first;
 mod expand;
+mod filter;
 mod shared;
 
 pub use best_first::{BestFirst, TreeSettings};
 pub use expand::Expand;
+pub use filter::Filter;
 pub use shared::SharedBudget;
 
 use crate::Error;

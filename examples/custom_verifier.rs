@@ -12,13 +12,13 @@ pub struct Reciter {
     verified: Vec<u32>, // rows of the last verification, not committed yet
 }
 
-/// The forward pass of one token: continues the longest match of `context` in the rhyme.
+/// The forward pass: continues the longest match of `context` in the rhyme, again and again.
 fn next(context: &[u32]) -> u32 {
     let matching = |end: &usize| {
         let pairs = RHYME[..*end].iter().rev().zip(context.iter().rev());
         pairs.take_while(|&(&known, &token)| u32::from(known) == token).count()
     };
-    RHYME[(0..RHYME.len()).rev().max_by_key(matching).unwrap_or(0)].into()
+    RHYME[(1..=RHYME.len()).rev().max_by_key(matching).unwrap_or(0) % RHYME.len()].into()
 }
 
 impl Verifier for Reciter {

@@ -78,7 +78,8 @@ pub enum MaskForm {
 pub enum Recurrence {
     /// There are none.
     None,
-    /// Every slot starts from the state after its parent.
+    /// Every slot starts from the state after its parent, as a
+    /// [`StatePlan`](crate::StatePlan) says.
     ExactTrees,
     /// Slots run one after another, and a state can be restored. Exact for
     /// chains; on a tree, state leaks between siblings.

@@ -316,7 +316,7 @@ fn custom_verifier_says_the_same_whatever_the_algorithm() {
         texts.push(text);
     }
     assert_eq!(texts.len(), 3, "{output}");
-    assert!(texts[0].starts_with("This is the dog that worried the cat"), "{output}");
+    assert!(texts[0].starts_with("This is the cat that killed the rat"), "{output}");
     assert!(texts.iter().all(|text| *text == texts[0]), "{output}");
     assert!(taus[0] == 1.0 && taus[0] < taus[1] && taus[1] < taus[2], "{output}");
 }

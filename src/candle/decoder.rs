@@ -6,12 +6,15 @@ use candle_core::{D, DType, Device, Tensor};
 use candle_nn::{Module, RmsNorm};
 
 use super::attention::LayerMask;
+use super::delta_net::GatedDeltaNet;
+use super::gated_attention::GatedAttention;
 use super::layers::{self, AttentionParts, Embedding, Heads, LmHead, Mlp, SelfAttention};
 use super::rope::RopeTable;
+use super::state_cache::StateCache;
 use super::{DecoderConfig, Error, Gguf, KvCache, Result, Rounding, Weights};
-use crate::AncestorMask;
+use crate::{AncestorMask, DraftTree};
 
-/// A Llama, Qwen2 or Qwen3 model.
+/// A Llama, Qwen2, Qwen3 or Qwen3.5 model.
 ///
 /// Weights are immutable and shared by clones; what a sequence accumulates is in a [`KvCache`] of its
 /// own, made by [`new_cache`](Self::new_cache).
@@ -24,15 +27,27 @@ pub struct DecoderModel {
     lm_head: LmHead,
     rope: RopeTable,
     dtype: DType,
+    /// What norms over the residual stream apply to.
+    norm_dtype: DType,
     device: Device,
 }
 
 #[derive(Debug, Clone)]
 struct Layer {
     input_norm: RmsNorm,
-    attention: SelfAttention,
+    mixer: Mixer,
+    /// Its number among the layers that a cache counts with it: attention or recurrent.
+    cached: usize,
     post_norm: RmsNorm,
     mlp: Mlp,
+}
+
+/// How the rows of a layer read each other.
+#[derive(Debug, Clone)]
+enum Mixer {
+    Attention(SelfAttention),
+    Gated(GatedAttention),
+    DeltaNet(GatedDeltaNet),
 }
 
 /// One forward pass over `n` new rows.
@@ -47,6 +62,10 @@ pub struct Forward<'a> {
     pub start: usize,
     /// Which new rows see each other; nothing means that each sees itself and all before it.
     pub mask: Option<&'a AncestorMask>,
+    /// The shape that recurrent layers follow, and whose slots [`KvCache::commit`] can choose from.
+    /// Without it they run the rows one after another, and only the end can be committed
+    /// ([`KvCache::extend`]). Other layers do not read it.
+    pub tree: Option<&'a DraftTree>,
     /// The rows whose logits are wanted.
     pub want: Want<'a>,
     /// Layers (0-based) whose output is captured: the residual stream after the layer, which
@@ -101,10 +120,20 @@ impl DecoderModel {
         let dtype = weights.dtype();
         let device = weights.device().clone();
         let residual = layers::residual_dtype(dtype);
+        let norm_dtype = if config.hybrid.is_some() { DType::F32 } else { residual };
         let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
         let table_shape = [config.vocab_size, hidden];
 
-        let embedding = weights.take("model.embed_tokens.weight", &table_shape)?;
+        let mut model = "model";
+        if config.hybrid.is_some() {
+            // Published checkpoints hold a vision tower and a multi-token head beside the text model.
+            if weights.contains("model.language_model.embed_tokens.weight") {
+                model = "model.language_model";
+            }
+            weights.skip_all("model.visual.");
+            weights.skip_all("mtp.");
+        }
+        let embedding = weights.take(&format!("{model}.embed_tokens.weight"), &table_shape)?;
         let head = if config.tie_word_embeddings {
             if weights.contains("lm_head.weight") {
                 weights.skip("lm_head.weight", &table_shape)?;
@@ -124,31 +153,43 @@ impl DecoderModel {
             o_bias: config.o_bias,
             qk_norm: config.qk_norm.then_some(eps),
         };
-        let mut stack = Vec::new();
+        let norm = |weights: &mut Weights, name: &str| match config.hybrid {
+            Some(_) => layers::zero_centred_norm(weights, name, hidden, eps),
+            None => layers::rms_norm(weights, name, hidden, eps, residual),
+        };
+        let mut stack: Vec<Layer> = Vec::new();
         for index in 0..config.num_layers() {
-            let prefix = format!("model.layers.{index}");
-            let norm = |weights: &mut Weights, name: &str| {
-                layers::rms_norm(weights, &format!("{prefix}.{name}"), hidden, eps, residual)
+            let name = |module: &str| format!("{model}.layers.{index}.{module}");
+            let (weights, attention) = (&mut weights, name("self_attn"));
+            let mixer = match &config.hybrid {
+                Some(hybrid) if hybrid.linear_layers.contains(&index) => {
+                    let (shape, name) = (hybrid.delta_net, name("linear_attn"));
+                    Mixer::DeltaNet(GatedDeltaNet::load(weights, &name, shape, hidden, eps)?)
+                }
+                Some(_) => {
+                    let bias = config.qkv_bias;
+                    Mixer::Gated(GatedAttention::load(weights, &attention, heads, bias, eps)?)
+                }
+                None => Mixer::Attention(SelfAttention::load(weights, &attention, heads, parts)?),
             };
+            let recurrent = matches!(mixer, Mixer::DeltaNet(_));
+            let of_its_kind =
+                |layer: &&Layer| matches!(layer.mixer, Mixer::DeltaNet(_)) == recurrent;
             stack.push(Layer {
-                input_norm: norm(&mut weights, "input_layernorm")?,
-                attention: SelfAttention::load(
-                    &mut weights,
-                    &format!("{prefix}.self_attn"),
-                    heads,
-                    parts,
-                )?,
-                post_norm: norm(&mut weights, "post_attention_layernorm")?,
+                cached: stack.iter().filter(of_its_kind).count(),
+                mixer,
+                input_norm: norm(weights, &name("input_layernorm"))?,
+                post_norm: norm(weights, &name("post_attention_layernorm"))?,
                 mlp: Mlp::load(
-                    &mut weights,
-                    &format!("{prefix}.mlp"),
+                    weights,
+                    &name("mlp"),
                     hidden,
                     config.intermediate_size,
                     config.mlp_bias,
                 )?,
             });
         }
-        let norm = layers::rms_norm(&mut weights, "model.norm", hidden, eps, residual)?;
+        let norm = norm(&mut weights, &format!("{model}.norm"))?;
         weights.finish()?;
         let rope = RopeTable::new(&config.rope, config.max_positions, dtype, &device)?;
         Ok(Self {
@@ -159,6 +200,7 @@ impl DecoderModel {
             lm_head: LmHead::new(head),
             rope,
             dtype,
+            norm_dtype,
             device,
         })
     }
@@ -197,14 +239,22 @@ impl DecoderModel {
         if max_len == 0 || max_len > limit {
             return Err(Error::argument("max_len", max_len, format!("1 to {limit}")));
         }
-        KvCache::new(
-            self.layers.len(),
+        let (linear, delta_net) = match &self.config.hybrid {
+            Some(hybrid) => (hybrid.linear_layers.len(), Some(hybrid.delta_net)),
+            None => (0, None),
+        };
+        let cache = KvCache::new(
+            self.layers.len() - linear,
             self.config.num_kv_heads,
             self.config.head_dim,
             max_len,
             self.dtype,
             &self.device,
-        )
+        )?;
+        Ok(match delta_net {
+            Some(shape) => cache.with_states(StateCache::new(shape, linear)),
+            None => cache,
+        })
     }
 
     /// Runs `pass` and writes its keys and values into `cache` at `pass.start..`, without moving the
@@ -217,6 +267,10 @@ impl DecoderModel {
         self.check(cache, pass)?;
         let n = pass.tokens.len();
         cache.reserve(pass.start + n)?;
+        let committed = cache.len();
+        if let Some(states) = cache.states_mut() {
+            states.begin(committed, pass.start, n, pass.tree)?;
+        }
         let rotation = self.rope.at(pass.positions)?;
         let mut masks: Vec<(Option<usize>, LayerMask)> = Vec::new();
         let mut x = self.embed_tokens.forward(pass.tokens)?;
@@ -236,11 +290,18 @@ impl DecoderModel {
                 }
             };
             let mask = &masks[known].1;
-            let normed = layer.input_norm.forward(&x)?.to_dtype(self.dtype)?;
-            let mixed =
-                layer.attention.forward(&normed, &rotation, mask, cache, index, pass.start)?;
+            let normed = self.normalise(&layer.input_norm, &x)?;
+            let mixed = match &layer.mixer {
+                Mixer::Attention(attention) => {
+                    attention.forward(&normed, &rotation, mask, cache, layer.cached, pass.start)?
+                }
+                Mixer::Gated(attention) => {
+                    attention.forward(&normed, &rotation, mask, cache, layer.cached, pass.start)?
+                }
+                Mixer::DeltaNet(net) => net.forward(&normed, cache.states_mut(), layer.cached)?,
+            };
             x = (x + mixed)?;
-            let normed = layer.post_norm.forward(&x)?.to_dtype(self.dtype)?;
+            let normed = self.normalise(&layer.post_norm, &x)?;
             x = (&x + layer.mlp.forward(&normed)?)?;
             for (slot, &tap) in captured.iter_mut().zip(pass.taps) {
                 if tap == index {
@@ -260,9 +321,16 @@ impl DecoderModel {
         };
         let logits = match wanted {
             None => None,
-            Some(hidden) => Some(self.lm_head.forward(&self.norm.forward(&hidden)?)?),
+            Some(hidden) => Some(self.lm_head.forward(&self.normalise(&self.norm, &hidden)?)?),
         };
+        if let Some(states) = cache.states_mut() {
+            states.finish();
+        }
         Ok(Output { logits, taps })
+    }
+
+    fn normalise(&self, norm: &RmsNorm, x: &Tensor) -> Result<Tensor> {
+        Ok(norm.forward(&x.to_dtype(self.norm_dtype)?)?.to_dtype(self.dtype)?)
     }
 
     fn check(&self, cache: &KvCache, pass: &Forward<'_>) -> Result<()> {
@@ -289,12 +357,14 @@ impl DecoderModel {
             let accepted = format!("at least the committed length {}", cache.len());
             return Err(Error::argument("start", pass.start, accepted));
         }
-        if cache.num_layers() != self.layers.len() {
-            return Err(Error::argument(
-                "cache",
-                format!("{} layers", cache.num_layers()),
-                format!("a cache of this decoder, {} layers", self.layers.len()),
-            ));
+        let hybrid = self.config.hybrid.as_ref();
+        let recurrent = hybrid.map_or(0, |hybrid| hybrid.linear_layers.len());
+        let found = (cache.num_layers(), cache.num_recurrent_layers());
+        let accepted = (self.layers.len() - recurrent, recurrent);
+        if found != accepted || cache.delta_net() != hybrid.map(|hybrid| &hybrid.delta_net) {
+            let layers = |(attention, recurrent)| format!("{attention} + {recurrent} layers");
+            let accepted = format!("a cache of this decoder, {}", layers(accepted));
+            return Err(Error::argument("cache", layers(found), accepted));
         }
         if let Some(mask) = pass.mask
             && mask.slots() != n

@@ -55,6 +55,18 @@ pub(crate) fn rms_norm(
     Ok(RmsNorm::new(weights.take_as(&format!("{name}.weight"), &[size], dtype)?, eps))
 }
 
+/// Takes the norm `{name}.weight` over `size` channels that multiplies by 1 + weight. It applies to
+/// f32: in bf16 the sum would lose most of the weight.
+pub(crate) fn zero_centred_norm(
+    weights: &mut Weights,
+    name: &str,
+    size: usize,
+    eps: f64,
+) -> Result<RmsNorm> {
+    let weight = weights.take_as(&format!("{name}.weight"), &[size], DType::F32)?;
+    Ok(RmsNorm::new((weight + 1.0)?, eps))
+}
+
 /// Applies a projection that writes into the residual stream, in the stream's type.
 pub(crate) fn project_residual(linear: &Linear, x: &Tensor) -> Result<Tensor> {
     let dtype = residual_dtype(linear.weight().dtype());

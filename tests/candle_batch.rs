@@ -11,11 +11,14 @@ use ddtree::{
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-const FOLDER: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/tiny-qwen3/target");
 const TAPS: [usize; 2] = [0, 1];
 
-fn model() -> DecoderModel {
-    DecoderModel::load(FOLDER, DType::F32, &Device::Cpu).unwrap()
+/// The second has recurrent layers.
+const MODELS: [&str; 2] = ["tiny-qwen3", "tiny-qwen3_5"];
+
+fn model(name: &str) -> DecoderModel {
+    let folder = format!("{}/examples/models/{name}/target", env!("CARGO_MANIFEST_DIR"));
+    DecoderModel::load(folder, DType::F32, &Device::Cpu).unwrap()
 }
 
 fn assert_close(found: &Tensor, expected: &Tensor) {
@@ -43,7 +46,12 @@ fn random_tree(rng: &mut StdRng, vocab_size: u32) -> DraftTree {
 
 #[test]
 fn a_batch_equals_its_sequences() {
-    let model = model();
+    for name in MODELS {
+        check_batches(&model(name));
+    }
+}
+
+fn check_batches(model: &DecoderModel) {
     let vocab_size = model.config().vocab_size as u32;
     for seed in 0..6 {
         let mut rng = StdRng::seed_from_u64(seed);
@@ -53,8 +61,8 @@ fn a_batch_equals_its_sequences() {
         for _ in 0..count {
             let prompt: Vec<u32> =
                 (0..rng.random_range(1..30)).map(|_| rng.random_range(0..vocab_size)).collect();
-            together.push(target(&model, &prompt));
-            alone.push(target(&model, &prompt));
+            together.push(target(model, &prompt));
+            alone.push(target(model, &prompt));
         }
         for _ in 0..3 {
             let trees: Vec<DraftTree> =
@@ -96,7 +104,8 @@ fn a_batch_equals_its_sequences() {
                 let expected = target.commit(&plan).unwrap();
                 let found = together[index].commit(&plan).unwrap();
                 assert_close(found.hidden().unwrap(), expected.hidden().unwrap());
-                for layer in 0..model.config().num_layers() {
+                assert_eq!(together[index].cache().len(), alone[index].cache().len());
+                for layer in 0..together[index].cache().num_layers() {
                     let (found, expected) = (together[index].cache(), alone[index].cache());
                     assert_close(&found.keys(layer).unwrap(), &expected.keys(layer).unwrap());
                     assert_close(&found.values(layer).unwrap(), &expected.values(layer).unwrap());
@@ -164,9 +173,14 @@ fn decode_together(model: &DecoderModel, prompts: &[Vec<u32>], count: usize) -> 
 
 #[test]
 fn texts_of_a_batch_are_those_of_plain_decoding() {
-    let model = model();
+    for name in MODELS {
+        check_texts(&model(name));
+    }
+}
+
+fn check_texts(model: &DecoderModel) {
     let prompts = [vec![5, 9, 300], vec![17], (20..60).collect(), vec![1, 2, 3, 4, 5]];
-    let texts = decode_together(&model, &prompts, 24);
+    let texts = decode_together(model, &prompts, 24);
     for (prompt, text) in prompts.iter().zip(texts) {
         let target = CandleTarget::new(model.clone(), 128, &[]).unwrap();
         let mut decoder = ddtree::Decoder::autoregressive(target).unwrap();
@@ -179,7 +193,7 @@ fn texts_of_a_batch_are_those_of_plain_decoding() {
 #[test]
 fn a_batch_that_cannot_run_changes_nothing() {
     verify_batch(&mut []).unwrap();
-    let (model, other) = (model(), model());
+    let (model, other) = (model(MODELS[0]), model(MODELS[0]));
     let tree = DraftTree::new(7);
     let mut first = target(&model, &[1, 2, 3]);
     let mut second = target(&other, &[4, 5]);

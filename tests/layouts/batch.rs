@@ -1,7 +1,8 @@
 //! Batches: offsets, ragged and padded arrays, and the budget that trees share.
 
 use ddtree::{
-    AncestorMask, BestFirst, DraftTree, Error, Proposal, TreeSettings,
+    Algorithm, AncestorMask, BestFirst, Capabilities, Config, DraftTree, Error, Need, Plan,
+    Proposal, Reason, Request, Session, TreeSettings,
     layout::{
         batch::{self, Extent},
         bits, dense, slots,
@@ -239,4 +240,46 @@ fn sequences_without_a_tree_get_nothing() {
     let tree = random_tree(5, &mut StdRng::seed_from_u64(1));
     let batch = [None, Some(tree), None];
     assert_eq!(SharedBudget::new().split(3, &batch, Option::as_ref), [0, 3, 0]);
+}
+
+/// A session with a tree of five nodes: 1 and 2 below the root, 3 and 4 below 1, 3
+/// below 2.
+fn session_with_a_tree() -> Session {
+    let capabilities = Capabilities::new(100, 200);
+    let config = Config::new(Algorithm::Tree).budget(5).top_k(2);
+    let mut session = Session::new(Plan::resolve(&config, &capabilities, 2).unwrap());
+    session.start(&Request::new(&[7]).max_new_tokens(20)).unwrap();
+    session.prefill().unwrap().1.push(9);
+    session.prefilled().unwrap();
+    let (_, proposal) = session.proposal().unwrap();
+    proposal.push(&[1, 2], &[-0.1, -2.0]).unwrap();
+    proposal.push(&[3, 4], &[-0.2, -2.5]).unwrap();
+    session.proposed().unwrap();
+    // Sums: -0.1, -0.3, -2.0, -2.2, -2.6.
+    assert_eq!(session.tree().unwrap().parents(), [-1, 0, 1, 0, 3, 1]);
+    session
+}
+
+#[test]
+fn a_session_verifies_the_tree_that_was_kept_and_says_so() {
+    for nodes in 0..7 {
+        let mut session = session_with_a_tree();
+        let mut expected = session.tree().unwrap().clone();
+        expected.truncate(nodes);
+        session.truncate_tree(nodes).unwrap();
+        let (round, mut picks) = session.verification().unwrap();
+        assert_eq!(round.tree(), &expected);
+        let mut mask = AncestorMask::new();
+        mask.build(&expected);
+        assert_eq!(round.mask(), (!expected.is_chain()).then_some(&mask));
+        (0..expected.len()).for_each(|_| picks.push(50));
+        session.verified().unwrap();
+        session.committed().unwrap();
+        let reason = (nodes < 5).then_some(Reason::Truncated);
+        assert_eq!(session.last_round().unwrap().reason, reason);
+        assert_eq!(session.need(), Need::Proposal);
+        assert!(matches!(session.tree(), Err(Error::OutOfTurn { call: "tree", .. })));
+        let error = session.truncate_tree(1).unwrap_err();
+        assert!(matches!(error, Error::OutOfTurn { call: "truncate_tree", .. }));
+    }
 }

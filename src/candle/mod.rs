@@ -24,5 +24,5 @@ pub use gguf::{Gguf, Rounding};
 pub use layers::{Embedding, LmHead};
 pub use rope::{RopeConfig, RopeScaling};
 pub use state_cache::StateMethod;
-pub use target::{CandleTarget, Taps};
+pub use target::{BatchEntry, CandleTarget, Taps, verify_batch};
 pub use weights::Weights;

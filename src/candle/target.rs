@@ -185,6 +185,68 @@ impl Verifier for CandleTarget {
     }
 }
 
+/// One sequence of a batch to [verify](verify_batch).
+#[derive(Debug)]
+pub struct BatchEntry<'a> {
+    /// The sequence's target; all of a batch share one model.
+    pub target: &'a mut CandleTarget,
+    /// What to verify, as for [`Verifier::verify`].
+    pub round: Round<'a>,
+    /// Where its picks go.
+    pub picks: Picks<'a>,
+}
+
+/// Verifies one round of each of several sequences in one pass: the products with the weights run over
+/// the rows of all of them, attention sequence by sequence. Picks, caches and features are those of
+/// [`Verifier::verify`] on each, as far as a product does not depend on its number of rows; commits
+/// follow one by one, as after it.
+///
+/// Targets are of one model if they were made from clones of it.
+///
+/// # Errors
+/// Targets of different models; otherwise as [`Verifier::verify`] of any of them. Committed rows are as
+/// they were, and no round of the batch counts as verified.
+pub fn verify_batch(batch: &mut [BatchEntry<'_>]) -> Result<()> {
+    let Some(first) = batch.first() else { return Ok(()) };
+    let model = first.target.model.clone();
+    let mut passes = Vec::with_capacity(batch.len());
+    for BatchEntry { target, round, .. } in &mut *batch {
+        target.verified = None;
+        check_start(round.start(), &target.cache)?;
+        if !target.model.shares_weights_with(&model) {
+            return Err(Error::argument("target", "another model", "one model for a batch"));
+        }
+        let tree = round.tree();
+        target.positions.clear();
+        target.positions.resize(tree.len(), 0);
+        round.positions_into(&mut target.positions)?;
+        let CandleTarget { cache, taps, positions, .. } = &mut **target;
+        let pass = Forward {
+            tokens: tree.tokens(),
+            positions,
+            start: round.start(),
+            mask: round.mask(),
+            tree: Some(tree),
+            want: Want::All,
+            taps,
+        };
+        passes.push((cache, pass));
+    }
+    let outputs = model.forward_batch(&mut passes)?;
+    for (entry, output) in batch.iter_mut().zip(&outputs) {
+        let logits = output.logits.as_ref();
+        pick(
+            logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?,
+            &mut entry.picks,
+        )?;
+    }
+    for (entry, output) in batch.iter_mut().zip(outputs) {
+        let slots = entry.round.tree().len();
+        entry.target.verified = Some(Verified { slots, taps: Taps::new(output.taps) });
+    }
+    Ok(())
+}
+
 fn check_start(start: usize, cache: &KvCache) -> Result<()> {
     if start == cache.len() {
         return Ok(());

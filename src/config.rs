@@ -1,4 +1,4 @@
-use crate::Algorithm;
+use crate::{Algorithm, Sampling};
 
 /// How to draft: what a user asks for, before it is held against what the
 /// verifier and the drafter can do ([`Plan::resolve`](crate::Plan::resolve)).
@@ -21,6 +21,7 @@ pub struct Config {
     pub(crate) top_k: Option<usize>,
     pub(crate) log_prob_cutoff: Option<f64>,
     pub(crate) spine: bool,
+    pub(crate) coupled: bool,
     pub(crate) expand_below_stop: bool,
     pub(crate) shadow: bool,
     pub(crate) allow_inexact_recurrent: bool,
@@ -36,6 +37,7 @@ impl Default for Config {
             top_k: None,
             log_prob_cutoff: None,
             spine: false,
+            coupled: true,
             expand_below_stop: true,
             shadow: false,
             allow_inexact_recurrent: false,
@@ -60,7 +62,9 @@ impl Config {
 
     /// Nodes of a tree, not counting the root. Default: 64, since a GPU
     /// verifies that many for little more than one token; on a CPU, and in
-    /// large batches, fewer are faster. Chains do not read it.
+    /// large batches, fewer are faster. At most 65,536. A chain that runs in
+    /// place of a tree has no more nodes either; one that was asked for does not
+    /// read it.
     pub fn budget(mut self, budget: usize) -> Self {
         self.budget = budget;
         self
@@ -76,7 +80,8 @@ impl Config {
 
     /// Leaves out paths whose log-probability (natural logarithm, summed from
     /// the root) is below this. Default: none. It saves verifying improbable
-    /// nodes where verification is not flat in their number.
+    /// nodes where verification is not flat in their number. Chains do not read
+    /// it.
     pub fn log_prob_cutoff(mut self, log_prob: f64) -> Self {
         self.log_prob_cutoff = Some(log_prob);
         self
@@ -88,6 +93,14 @@ impl Config {
     /// breadth, and this wins it back.
     pub fn spine(mut self, spine: bool) -> Self {
         self.spine = spine;
+        self
+    }
+
+    /// Whether a request with a temperature is drafted with the noise that it is sampled with: the tree is
+    /// then of the tokens that this noise favours, and more of them are accepted. The text is the same.
+    /// Default: on. Greedy requests do not read it.
+    pub fn coupled(mut self, coupled: bool) -> Self {
+        self.coupled = coupled;
         self
     }
 
@@ -138,6 +151,7 @@ pub struct Request {
     pub(crate) max_new_tokens: Option<usize>,
     pub(crate) stop_tokens: Vec<u32>,
     pub(crate) cached_prefix: usize,
+    pub(crate) sampling: Sampling,
 }
 
 impl Request {
@@ -153,10 +167,17 @@ impl Request {
         self
     }
 
-    /// Tokens after which to stop; the stop token itself is emitted. Default:
+    /// Tokens after which to stop; the stop token itself is emitted. Tokens that
+    /// the host [appends](crate::Session::append) do not stop the text. Default:
     /// none.
     pub fn stop_tokens(mut self, stop_tokens: &[u32]) -> Self {
         self.stop_tokens = stop_tokens.to_vec();
+        self
+    }
+
+    /// How tokens are chosen. Default: greedy.
+    pub fn sampling(mut self, sampling: Sampling) -> Self {
+        self.sampling = sampling;
         self
     }
 

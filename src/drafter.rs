@@ -72,6 +72,26 @@ impl ProposalRequest {
 /// certain type cannot be paired with a verifier of another, which is a compile
 /// error.
 ///
+/// ```compile_fail,E0277
+/// # use std::convert::Infallible;
+/// # use ddtree::{Committed, Config, Decoder, Drafter, Proposal, ProposalRequest, Verifier};
+/// struct ReadsHiddenStates;
+///
+/// impl Drafter<Vec<f32>> for ReadsHiddenStates {
+///     // ...
+/// #     type Error = Infallible;
+/// #     fn horizon(&self) -> usize { 3 }
+/// #     fn reset(&mut self, _: usize) -> Result<(), Infallible> { Ok(()) }
+/// #     fn observe(&mut self, _: &Committed<'_>, _: &Vec<f32>) -> Result<(), Infallible> { Ok(()) }
+/// #     fn propose(&mut self, _: &ProposalRequest, _: &mut Proposal) -> Result<(), Infallible> { Ok(()) }
+/// }
+///
+/// fn pair<V: Verifier<Features = ()>>(without_features: V) {
+///     // error: `ReadsHiddenStates` is not a `Drafter<()>`
+///     let _ = Decoder::new((without_features, ReadsHiddenStates), &Config::default());
+/// }
+/// ```
+///
 /// Whatever a drafter proposes, the text is the target's; a bad drafter costs
 /// time.
 ///

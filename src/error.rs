@@ -80,6 +80,12 @@ pub enum Error {
         /// What is wrong with the row.
         source: crate::top_k::LogitsError,
     },
+    /// Bias and constraint forbid every token at a slot that the text reaches.
+    #[error("no token is left at slot {slot}: bias and constraint must leave at least one")]
+    NoToken {
+        /// The slot; 0 also for the token after a prefill.
+        slot: usize,
+    },
     /// What was asked for cannot be done by this verifier or drafter.
     #[error("{asked} was asked for, but {found}; {remedy}")]
     Unsupported {

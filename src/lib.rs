@@ -62,7 +62,9 @@
 //! # Features
 //!
 //! * `candle` (default): the backend in [`candle`].
-//! * `cuda`: that backend on NVIDIA GPUs; needs a CUDA toolkit to build.
+//! * `conformance` (default): the checks for engines in [`conformance`]. No
+//!   dependencies.
+//! * `cuda`: targets and drafters on NVIDIA GPUs; needs nvcc to build.
 //! * `serde`: `Serialize` and `Deserialize` for settings, statistics and traces.
 //! * `tracing`: an event for every plan and round that is not what was asked
 //!   for.
@@ -91,11 +93,16 @@ mod mask;
 mod plan;
 mod proposal;
 mod session;
+mod state;
 mod stats;
 mod verifier;
 mod walk;
 
+#[cfg(feature = "conformance")]
+#[cfg_attr(docsrs, doc(cfg(feature = "conformance")))]
+pub mod conformance;
 pub mod layout;
+pub mod sample;
 pub mod top_k;
 pub mod tree;
 
@@ -113,12 +120,14 @@ pub use error::Error;
 pub use mask::AncestorMask;
 pub use plan::{Plan, Reason};
 pub use proposal::Proposal;
+pub use sample::{Constraint, PickRule, Sampling, TokenPath};
 pub use session::{Finish, Need, Session};
+pub use state::StatePlan;
 pub use stats::{RoundStats, RoundTrace, RunStats, ShadowStats, Stage};
 pub use top_k::TopK;
-pub use tree::{BestFirst, DraftTree, Expand, TreeSettings};
+pub use tree::{BestFirst, DraftTree, Expand, Filter, TreeSettings};
 pub use verifier::{
-    Attention, Capabilities, MaskForm, Picks, Prefill, Recurrence, Round, Verifier,
+    Attention, Capabilities, MaskForm, NoiseKey, Picks, Prefill, Recurrence, Round, Verifier,
 };
 pub use walk::{Acceptance, walk};
 

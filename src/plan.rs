@@ -4,6 +4,10 @@ use crate::{
     Algorithm, Attention, Capabilities, Config, Error, MaskForm, Recurrence, TreeSettings,
 };
 
+/// Entries per depth that coupled drafting asks for unless told otherwise. Noise lifts tokens from far down the list:
+/// at temperature 1.3, trees of 64 nodes over 32 entries are accepted no more than uncoupled ones.
+const COUPLED_CANDIDATES: usize = 128;
+
 /// Why a round is not the one that was asked for.
 ///
 /// Every such round carries one of these; they are counted in
@@ -35,11 +39,14 @@ pub enum Reason {
     /// The host asked for a round without a draft
     /// ([`Session::skip_proposal`](crate::Session::skip_proposal)).
     Skipped,
+    /// The host kept only a part of the tree
+    /// ([`Session::truncate_tree`](crate::Session::truncate_tree)).
+    Truncated,
 }
 
 impl Reason {
     /// All reasons.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::CausalAttention,
         Self::NoHorizon,
         Self::ZeroBudget,
@@ -49,6 +56,7 @@ impl Reason {
         Self::LastToken,
         Self::CacheLimit,
         Self::Skipped,
+        Self::Truncated,
     ];
 
     /// Short name in snake case.
@@ -63,6 +71,7 @@ impl Reason {
             Self::LastToken => "last_token",
             Self::CacheLimit => "cache_limit",
             Self::Skipped => "skipped",
+            Self::Truncated => "truncated",
         }
     }
 }
@@ -82,11 +91,18 @@ pub struct Plan {
     reason: Option<Reason>,
     horizon: usize,
     tree: TreeSettings,
+    candidates: usize,
+    coupled: bool,
     shadow: bool,
     expand_below_stop: bool,
     trace: bool,
     capabilities: Capabilities,
 }
+
+/// Nodes of a round at most, whatever a verifier takes. Slots stay far from the
+/// limits of `i32`, and a session that reserves its memory ahead stays within
+/// what a machine has: the bits of such a mask are half a gigabyte.
+const MAX_NODES: usize = 1 << 16;
 
 impl Plan {
     /// Resolves settings against what a verifier offers and a drafter whose
@@ -126,6 +142,13 @@ impl Plan {
             }
             Some(block_size) => block_size - 1,
         };
+        if asked.needs_drafter() && horizon > MAX_NODES {
+            return Err(Error::setting("horizon", horizon, format_args!("at most {MAX_NODES}")));
+        }
+        if config.budget > MAX_NODES {
+            let accepted = format_args!("at most {MAX_NODES}");
+            return Err(Error::setting("budget", config.budget, accepted));
+        }
         if config.top_k == Some(0) {
             return Err(Error::setting("top_k", 0, "at least 1"));
         }
@@ -157,16 +180,20 @@ impl Plan {
                     });
                 }
             }
-            if capabilities.attention == Attention::Causal {
+            if config.budget == 0 {
+                fall_back(&mut algorithm, Algorithm::Autoregressive, Reason::ZeroBudget);
+            } else if capabilities.attention == Attention::Causal {
                 fall_back(&mut algorithm, Algorithm::Chain, Reason::CausalAttention);
             }
         }
         let mut budget = config.budget;
-        if algorithm.needs_tree_mask() && budget == 0 {
-            fall_back(&mut algorithm, Algorithm::Autoregressive, Reason::ZeroBudget);
+        let mut horizon = horizon;
+        if asked.needs_tree_mask() {
+            // A tree of so many nodes is no deeper, and a chain in place of one
+            // has no more nodes than were asked for.
+            horizon = horizon.min(budget);
         }
         let nodes = capabilities.max_slots - 1;
-        let mut horizon = horizon;
         if algorithm.needs_drafter() {
             if horizon == 0 {
                 fall_back(&mut algorithm, Algorithm::Autoregressive, Reason::NoHorizon);
@@ -187,16 +214,20 @@ impl Plan {
         let shadow = config.shadow && algorithm.needs_drafter();
         let top_k = if algorithm.needs_tree_mask() || shadow {
             // Beyond the budget no entry can be in the tree.
-            config.top_k.unwrap_or(budget).min(budget).min(capabilities.vocab_size)
+            config.top_k.unwrap_or(budget).min(budget).clamp(1, capabilities.vocab_size)
         } else {
             1
         };
+        // Noise favours tokens that are far down the list, so coupled drafting reranks more of them.
+        let candidates = config.top_k.unwrap_or(budget.max(COUPLED_CANDIDATES));
         let plan = Self {
             asked,
             algorithm,
             reason,
             horizon,
             tree: TreeSettings { budget, top_k, log_prob_cutoff, spine: config.spine },
+            candidates: candidates.min(capabilities.vocab_size),
+            coupled: config.coupled && algorithm.needs_drafter(),
             shadow,
             expand_below_stop: config.expand_below_stop,
             trace: config.trace,
@@ -242,6 +273,15 @@ impl Plan {
     /// What the verifier offers.
     pub fn capabilities(&self) -> &Capabilities {
         &self.capabilities
+    }
+
+    /// Entries per depth that a coupled round asks the drafter for.
+    pub(crate) fn candidates(&self) -> usize {
+        self.candidates
+    }
+
+    pub(crate) fn coupled(&self) -> bool {
+        self.coupled
     }
 
     pub(crate) fn shadow(&self) -> bool {

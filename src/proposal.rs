@@ -68,6 +68,15 @@ impl Proposal {
         (&self.tokens[start..end], &self.log_probs[start..end])
     }
 
+    /// One entry of a depth (1-based), by rank from 0.
+    #[inline]
+    pub(crate) fn entry(&self, depth: usize, rank: usize) -> Option<(u32, f32)> {
+        let end = *self.ends.get(depth - 1)?;
+        let start = if depth == 1 { 0 } else { self.ends[depth - 2] };
+        let index = start + rank;
+        (index < end).then(|| (self.tokens[index], self.log_probs[index]))
+    }
+
     /// Appends one depth.
     ///
     /// # Errors
@@ -112,6 +121,16 @@ impl Proposal {
             .map_err(|source| Error::Logits { row: self.ends.len(), source })?;
         self.ends.push(self.tokens.len());
         Ok(())
+    }
+
+    /// Lets `edit` change the entries of every depth, from depth 1 on. They have to stay what
+    /// [`push`](Self::push) accepts.
+    pub(crate) fn rewrite(&mut self, mut edit: impl FnMut(&mut [u32], &mut [f32])) {
+        let mut start = 0;
+        for &end in &self.ends {
+            edit(&mut self.tokens[start..end], &mut self.log_probs[start..end]);
+            start = end;
+        }
     }
 
     /// Drops the depths beyond `horizon`.

@@ -1,9 +1,13 @@
 use std::time::Instant;
 
 use crate::{
-    Acceptance, Algorithm, AncestorMask, BestFirst, CommitPlan, Committed, DraftTree, Error,
-    Expand, Picks, Plan, Prefill, Proposal, ProposalRequest, Reason, Request, Round, RoundStats,
-    RoundTrace, RunStats, Stage, tree::chain, walk,
+    Acceptance, Algorithm, AncestorMask, BestFirst, CommitPlan, Committed, Constraint, DraftTree,
+    Error, Filter, PickRule, Picks, Plan, Prefill, Proposal, ProposalRequest, Reason, Request,
+    Round, RoundStats, RoundTrace, RunStats, Stage, TreeSettings,
+    sample::{Coupling, Sampler},
+    tree::chain,
+    verifier::{PickContext, leads_to},
+    walk,
 };
 
 /// What a [`Session`] waits for.
@@ -68,12 +72,15 @@ pub enum Finish {
 /// ```
 ///
 /// Between any two steps a session can be dropped, or brought back to the last
-/// committed token with [`abandon`](Self::abandon); the step that failed can
-/// also simply be done again. Tokens are emitted when their round is committed,
-/// each exactly once.
+/// committed token with [`abandon`](Self::abandon). A prefill, a proposal or a
+/// verification that failed can also simply be done again; after a commit that
+/// failed the rows of the round are void, and only `abandon` is left. Tokens are
+/// emitted when their round is committed, each exactly once.
 ///
-/// After its first round a session allocates nothing per round, unless it keeps
-/// a trace.
+/// A session allocates when it is made and when a request starts. Rounds allocate
+/// for a proposal that is larger than any before, which usually means the first
+/// round alone, for tokens beyond the first million, and for a trace if one is
+/// kept; otherwise nothing.
 ///
 /// ```
 /// use ddtree::{Algorithm, Capabilities, Config, Need, Plan, Request, Session};
@@ -137,10 +144,17 @@ pub struct Session {
     mask: AncestorMask,
     has_mask: bool,
     picks: Vec<u32>,
+    picked_by_id: bool,
     outcome: Acceptance,
     commit: CommitPlan,
     builder: BestFirst,
+    filtered: Vec<u32>,
     shadow_tree: DraftTree,
+
+    sampler: Sampler,
+    coupling: Coupling,
+    // Whether drafts use the request's noise.
+    coupled: bool,
 
     since: Instant,
     stats: RunStats,
@@ -148,6 +162,10 @@ pub struct Session {
     trace: Vec<RoundTrace>,
     trace_path: Vec<u32>,
 }
+
+/// Tokens for which a session makes room ahead at most (4 MiB): a verifier may
+/// have no limit of its own.
+const RESERVED_TOKENS: usize = 1 << 20;
 
 /// What the round in progress may draft.
 #[derive(Clone, Copy, Debug)]
@@ -178,10 +196,15 @@ impl Session {
             mask: AncestorMask::new(),
             has_mask: false,
             picks: Vec::new(),
+            picked_by_id: false,
             outcome: Acceptance::new(),
             commit: CommitPlan::new(),
             builder: BestFirst::new(),
+            filtered: Vec::new(),
             shadow_tree: DraftTree::new(0),
+            sampler: Sampler::default(),
+            coupling: Coupling::default(),
+            coupled: false,
             since: Instant::now(),
             stats: RunStats::default(),
             last_round: None,
@@ -195,6 +218,7 @@ impl Session {
         session.commit.reserve(depth);
         if session.plan.algorithm().needs_tree_mask() || session.plan.shadow() {
             session.builder.reserve(session.plan.tree().budget);
+            session.filtered.reserve(session.plan.tree().budget + 1);
         }
         if session.plan.algorithm().needs_tree_mask() && session.plan.wants_bits() {
             session.mask.reserve(slots);
@@ -211,8 +235,9 @@ impl Session {
     /// # Errors
     ///
     /// If the prompt is empty, longer than the verifier's cache or not longer
-    /// than its cached prefix, or a token is outside the vocabulary. The session
-    /// is unchanged then.
+    /// than its cached prefix, a token is outside the vocabulary, a sampling
+    /// setting is outside its range, or the verifier can neither pick as the
+    /// request says nor hand over logits. The session is unchanged then.
     pub fn start(&mut self, request: &Request) -> Result<(), Error> {
         let capabilities = self.plan.capabilities();
         let prompt = &request.prompt;
@@ -227,25 +252,60 @@ impl Session {
         }
         self.check_tokens("prompt", prompt)?;
         self.check_tokens("stop_tokens", &request.stop_tokens)?;
+        request.sampling.check(capabilities.vocab_size)?;
+        let constraint = self.sampler.is_constrained();
+        let rule = if constraint { PickRule::Pipeline } else { request.sampling.rule() };
+        if rule > capabilities.device_picks && !capabilities.logits {
+            return Err(Error::Unsupported {
+                asked: rule.to_string(),
+                found: "the verifier does not pick that way and hands over no logits",
+                remedy: "ask for less, or for another verifier",
+            });
+        }
+
+        self.coupled = self.plan.coupled() && !request.sampling.is_greedy();
 
         self.stop_tokens.clone_from(&request.stop_tokens);
         // The last token emitted needs no row.
-        let room = capabilities.max_len + 1 - prompt.len();
+        let room = (capabilities.max_len - prompt.len()).saturating_add(1);
         self.max_new_tokens = request.max_new_tokens.unwrap_or(usize::MAX);
         self.prompt_len = prompt.len();
         self.tokens.clone_from(prompt);
-        self.tokens.reserve(room.min(self.max_new_tokens));
+        self.tokens.reserve(room.min(self.max_new_tokens).min(RESERVED_TOKENS));
+        let longest =
+            prompt.len() + room.min(self.max_new_tokens).saturating_add(self.plan.horizon());
+        let vocab_size = capabilities.vocab_size;
+        self.sampler.start(&request.sampling, vocab_size, prompt.len(), longest);
         self.committed = request.cached_prefix;
         self.news = self.tokens.len();
         self.stats.reset(self.plan.horizon());
         self.last_round = None;
         self.trace.clear();
         self.finish = None;
-        self.need = Need::Prefill;
+        self.need_prefill();
         if self.max_new_tokens == 0 {
             self.finish_with(Finish::TokenLimit);
         }
         self.since = Instant::now();
+        Ok(())
+    }
+
+    /// Attaches a rule about which tokens may follow, or removes it, from the
+    /// next pick on. It stays attached when another request starts.
+    ///
+    /// # Errors
+    ///
+    /// If the verifier cannot hand over logits. The session is unchanged then.
+    pub fn set_constraint(&mut self, constraint: Option<Box<dyn Constraint>>) -> Result<(), Error> {
+        let capabilities = self.plan.capabilities();
+        if constraint.is_some() && !capabilities.logits {
+            return Err(Error::Unsupported {
+                asked: "a constraint".into(),
+                found: "the verifier hands over no logits",
+                remedy: "use another verifier",
+            });
+        }
+        self.sampler.set_constraint(constraint);
         Ok(())
     }
 
@@ -255,14 +315,15 @@ impl Session {
     ///
     /// # Errors
     ///
-    /// If the session is within a round or finished, a token is outside the
-    /// vocabulary, or the cache has no room for them. The session is unchanged
-    /// then.
+    /// If the session is within a round that drafted or finished, a token is
+    /// outside the vocabulary, or the cache has no room for them. The session is
+    /// unchanged then.
     pub fn append(&mut self, tokens: &[u32]) -> Result<(), Error> {
         let between_rounds = match self.need {
             Need::Prefill | Need::Proposal => true,
-            // Without a draft there is no other step between rounds.
-            Need::Verification => !self.plan.algorithm().needs_drafter(),
+            // Nothing is lost with a round that has no draft, and where none
+            // can be drafted there is no other step between rounds.
+            Need::Verification => self.tree.nodes() == 0,
             _ => false,
         };
         if !between_rounds {
@@ -280,7 +341,7 @@ impl Session {
         if !tokens.is_empty() {
             self.tokens.extend_from_slice(tokens);
             self.news = self.tokens.len();
-            self.need = Need::Prefill;
+            self.need_prefill();
             if self.generated().len() >= self.max_new_tokens {
                 self.finish_with(Finish::TokenLimit);
             }
@@ -301,18 +362,29 @@ impl Session {
     pub fn prefill(&mut self) -> Result<(Prefill<'_>, Picks<'_>), Error> {
         self.expect(Need::Prefill, "prefill")?;
         let prefill = Prefill::new(self.committed, &self.tokens[self.committed..]);
-        Ok((prefill, Picks::new(&mut self.picks)))
+        let context = PickContext {
+            sampler: &mut self.sampler,
+            tokens: &self.tokens,
+            tree: None,
+            stop_tokens: &self.stop_tokens,
+            everywhere: self.plan.trace(),
+            at_least: PickRule::Argmax,
+            by_id: &mut self.picked_by_id,
+        };
+        Ok((prefill, Picks::with(&mut self.picks, context)))
     }
 
     /// Takes note that the tokens are committed and emits the pick after them.
     ///
     /// # Errors
     ///
-    /// If the session does not need a prefill, or there is not exactly one pick
-    /// within the vocabulary. The session still needs the prefill then.
+    /// If the session does not need a prefill, there is not exactly one pick
+    /// within the vocabulary, or it is a token id where the request needs more
+    /// than the verifier's own picks honour. The session still needs the prefill
+    /// then.
     pub fn prefilled(&mut self) -> Result<(), Error> {
         self.expect(Need::Prefill, "prefilled")?;
-        self.check_picks(1)?;
+        self.check_picks(None)?;
         self.lap(Stage::Prefill);
         self.committed = self.tokens.len();
         self.news = self.tokens.len();
@@ -329,11 +401,12 @@ impl Session {
     pub fn proposal(&mut self) -> Result<(ProposalRequest, &mut Proposal), Error> {
         self.expect(Need::Proposal, "proposal")?;
         self.proposal.clear();
+        let reranks = self.coupled || self.sampler.is_constrained();
         let request = ProposalRequest::new(
             self.root(),
             self.committed,
             self.round.horizon,
-            self.plan.tree().top_k,
+            if reranks { self.plan.candidates() } else { self.plan.tree().top_k },
         );
         Ok((request, &mut self.proposal))
     }
@@ -349,14 +422,23 @@ impl Session {
         self.proposal.check_vocabulary(self.plan.capabilities().vocab_size)?;
         self.lap(Stage::Propose);
         self.proposal.truncate(self.round.horizon);
+        if self.coupled {
+            let settings = self.sampler.settings();
+            self.coupling.apply(&mut self.proposal, settings, self.committed);
+        }
         self.tree.reset(self.root());
         let settings = self.plan.tree();
         if self.plan.algorithm().needs_tree_mask() {
             let budget = self.round.nodes;
-            let settings = crate::TreeSettings { budget, ..settings };
-            self.build(settings, false)?;
+            self.build(TreeSettings { budget, ..settings }, false)?;
         } else {
-            chain::build(&self.proposal, self.round.horizon, &mut self.tree);
+            if self.sampler.is_constrained() {
+                let budget = self.round.horizon;
+                let path = TreeSettings { budget, top_k: 1, ..TreeSettings::default() };
+                self.build(path, false)?;
+            } else {
+                chain::build(&self.proposal, self.chain_horizon(), &mut self.tree);
+            }
             if self.plan.shadow() {
                 self.shadow_tree.reset(self.root());
                 self.build(settings, true)?;
@@ -375,14 +457,34 @@ impl Session {
         Ok(())
     }
 
-    fn build(&mut self, settings: crate::TreeSettings, shadow: bool) -> Result<(), Error> {
+    fn build(&mut self, settings: TreeSettings, shadow: bool) -> Result<(), Error> {
         let tree = if shadow { &mut self.shadow_tree } else { &mut self.tree };
-        if self.plan.expand_below_stop() || self.stop_tokens.is_empty() {
-            self.builder.build(&self.proposal, settings, tree)
-        } else {
-            let mut expand = NotBelow { lists: &self.proposal, tokens: &self.stop_tokens };
-            self.builder.build_with(&mut expand, settings, tree)
+        let (stops, sampler) = (&self.stop_tokens, &mut self.sampler);
+        let stops_end = !self.plan.expand_below_stop() && !stops.is_empty();
+        if !stops_end && !sampler.is_constrained() {
+            return self.builder.build(&self.proposal, settings, tree);
         }
+        let tokens = &self.tokens;
+        let allows = |tree: &DraftTree, parent: usize, token| {
+            let ended = stops_end && parent > 0 && stops.contains(&tree.tokens()[parent]);
+            !ended && sampler.allows(tokens, tree, parent, token)
+        };
+        let mut expand = Filter::new(&self.proposal, allows, &mut self.filtered);
+        self.builder.build_with(&mut expand, settings, tree)
+    }
+
+    /// Depths of the chain: those up to a stop token if nothing is to be drafted
+    /// below one.
+    fn chain_horizon(&self) -> usize {
+        let stops = |&depth: &usize| {
+            let best = self.proposal.depth(depth).0.first();
+            best.is_some_and(|token| self.stop_tokens.contains(token))
+        };
+        let horizon = self.round.horizon;
+        if self.plan.expand_below_stop() {
+            return horizon;
+        }
+        (1..=horizon).find(stops).unwrap_or(horizon)
     }
 
     /// Makes the round that comes one without a draft: when the drafter failed,
@@ -400,6 +502,33 @@ impl Session {
         Ok(())
     }
 
+    /// The tree of the round, while it waits for its verification.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a verification.
+    pub fn tree(&self) -> Result<&DraftTree, Error> {
+        self.expect(Need::Verification, "tree")?;
+        Ok(&self.tree)
+    }
+
+    /// Keeps only the first `nodes` nodes of the round's tree: when sequences of
+    /// a batch [share a budget](crate::tree::SharedBudget), or the host has less
+    /// room than it planned with. No effect if there are no more.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a verification.
+    pub fn truncate_tree(&mut self, nodes: usize) -> Result<(), Error> {
+        self.expect(Need::Verification, "truncate_tree")?;
+        if nodes < self.tree.nodes() {
+            self.tree.truncate(nodes);
+            self.round.reason = Some(Reason::Truncated);
+            self.tree_ready();
+        }
+        Ok(())
+    }
+
     /// The tree to verify, and where its picks go.
     ///
     /// # Errors
@@ -409,19 +538,29 @@ impl Session {
         self.expect(Need::Verification, "verification")?;
         let mask = self.has_mask.then_some(&self.mask);
         let round = Round::new(self.committed, &self.tree, mask);
-        Ok((round, Picks::new(&mut self.picks)))
+        let context = PickContext {
+            sampler: &mut self.sampler,
+            tokens: &self.tokens,
+            tree: Some(&self.tree),
+            stop_tokens: &self.stop_tokens,
+            everywhere: self.plan.trace(),
+            at_least: PickRule::Argmax,
+            by_id: &mut self.picked_by_id,
+        };
+        Ok((round, Picks::with(&mut self.picks, context)))
     }
 
     /// Walks the tree along the picks and makes the commit plan.
     ///
     /// # Errors
     ///
-    /// If the session does not need a verification, or there is not exactly one
-    /// pick per slot within the vocabulary. The session still needs the
-    /// verification then.
+    /// If the session does not need a verification, there is not exactly one
+    /// pick per slot within the vocabulary, or they are token ids where the
+    /// request needs more than the verifier's own picks honour. The session still
+    /// needs the verification then.
     pub fn verified(&mut self) -> Result<(), Error> {
         self.expect(Need::Verification, "verified")?;
-        self.check_picks(self.tree.len())?;
+        self.check_picks(Some(&self.tree))?;
         self.lap(Stage::Verify);
         walk(&self.tree, &self.picks, &mut self.outcome)?;
         if self.plan.trace() {
@@ -605,6 +744,7 @@ impl Session {
             + self.shadow_tree.memory_usage()
             + self.mask.memory_usage()
             + self.builder.memory_usage()
+            + self.sampler.memory_usage()
             + 4 * 3 * (self.plan.horizon() + 1)
     }
 
@@ -649,6 +789,7 @@ impl Session {
             }
         }
         if self.round.horizon.min(self.round.nodes) > 0 {
+            self.proposal.clear();
             self.need = Need::Proposal;
         } else {
             self.tree.reset(self.root());
@@ -662,7 +803,13 @@ impl Session {
         if self.has_mask {
             self.mask.build(&self.tree);
         }
+        self.picks.clear();
         self.need = Need::Verification;
+    }
+
+    fn need_prefill(&mut self) {
+        self.picks.clear();
+        self.need = Need::Prefill;
     }
 
     fn note_shadow(&mut self) {
@@ -700,12 +847,32 @@ impl Session {
         Error::OutOfTurn { call, needs: self.need }
     }
 
-    fn check_picks(&self, slots: usize) -> Result<(), Error> {
-        if self.picks.len() != slots {
-            let found = self.picks.len();
-            return Err(Error::Length { field: "picks", found, accepted: slots });
+    /// Checks the picks taken for a tree, or the one after a prefill.
+    fn check_picks(&self, tree: Option<&DraftTree>) -> Result<(), Error> {
+        let capabilities = self.plan.capabilities();
+        let rule = self.sampler.rule();
+        if self.picked_by_id && rule > capabilities.device_picks {
+            return Err(Error::Unsupported {
+                asked: rule.to_string(),
+                found: "the verifier handed over token ids, which honour less than that",
+                remedy: "hand over logits if Picks::rule is above Capabilities::device_picks",
+            });
         }
-        self.check_tokens("picks", &self.picks)
+        let slots = tree.map_or(1, DraftTree::len);
+        if self.picks.len() != slots {
+            let (found, accepted) = (self.picks.len(), slots);
+            return Err(Error::Length { field: "picks", found, accepted });
+        }
+        let vocab_size = capabilities.vocab_size;
+        let reached =
+            |slot| tree.is_none_or(|tree| leads_to(tree, &self.picks, &self.stop_tokens, slot));
+        let wrong = |slot, token: u32| {
+            token as usize >= vocab_size && (token != Picks::SKIPPED || reached(slot))
+        };
+        match self.picks.iter().enumerate().find(|&(slot, &token)| wrong(slot, token)) {
+            None => Ok(()),
+            Some((index, &found)) => Err(Error::Token { field: "picks", index, found, vocab_size }),
+        }
     }
 
     fn check_tokens(&self, field: &'static str, tokens: &[u32]) -> Result<(), Error> {
@@ -714,18 +881,5 @@ impl Session {
             None => Ok(()),
             Some(index) => Err(Error::Token { field, index, found: tokens[index], vocab_size }),
         }
-    }
-}
-
-/// Lists of which nothing is drafted below certain tokens.
-struct NotBelow<'a> {
-    lists: &'a Proposal,
-    tokens: &'a [u32],
-}
-
-impl Expand for NotBelow<'_> {
-    fn child(&mut self, tree: &DraftTree, parent: usize, rank: usize) -> Option<(u32, f32)> {
-        let ends = parent > 0 && self.tokens.contains(&tree.tokens()[parent]);
-        if ends { None } else { self.lists.child(tree, parent, rank) }
     }
 }

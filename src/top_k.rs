@@ -315,11 +315,32 @@ pub fn log_sum_exp(logits: &[f32]) -> Result<f64, LogitsError> {
     Ok(log_sum_exp_below(logits, max))
 }
 
+/// Replaces `maxima` by the maximum of every 256 entries, and returns that of the row.
+pub(crate) fn chunk_maxima(logits: &[f32], maxima: &mut Vec<f32>) -> Result<f32, LogitsError> {
+    check_len(logits)?;
+    maxima.clear();
+    let mut max = f32::NEG_INFINITY;
+    let mut nan = false;
+    for chunk in logits.chunks(CHUNK) {
+        let scan = scan(chunk);
+        nan |= scan.nan;
+        max = larger(max, scan.max);
+        maxima.push(scan.max);
+    }
+    check_values(logits, max, nan)?;
+    Ok(max)
+}
+
 /// [`log_sum_exp`] of a row that has been checked and whose maximum is known.
 fn log_sum_exp_below(logits: &[f32], max: f32) -> f64 {
     if max == f32::NEG_INFINITY {
         return f64::NEG_INFINITY;
     }
+    f64::from(max) + sum_exp(logits, max, 1.0).ln()
+}
+
+/// The sum of `exp((x - max) * scale)` over a row whose maximum is `max`. The result is the same on every platform.
+pub(crate) fn sum_exp(logits: &[f32], max: f32, scale: f32) -> f64 {
     // f32 would lose digits over a whole row: it adds runs of four terms, then four runs; f64 does
     // the rest.
     let mut sum = 0f64;
@@ -330,7 +351,7 @@ fn log_sum_exp_below(logits: &[f32], max: f32) -> f64 {
             let mut run = [0f32; LANES];
             for block in blocks {
                 for (term, &x) in run.iter_mut().zip(block) {
-                    *term += exp(x - max);
+                    *term += exp((x - max) * scale);
                 }
             }
             for (lane, term) in lanes.iter_mut().zip(run) {
@@ -338,9 +359,9 @@ fn log_sum_exp_below(logits: &[f32], max: f32) -> f64 {
             }
         }
         sum += lanes.into_iter().map(f64::from).sum::<f64>();
-        sum += rest.iter().map(|&x| f64::from(exp(x - max))).sum::<f64>();
+        sum += rest.iter().map(|&x| f64::from(exp((x - max) * scale))).sum::<f64>();
     }
-    f64::from(max) + sum.ln()
+    sum
 }
 
 /// `exp(x)` for `x <= 0`, with `exp(-86)` for everything below -86.
@@ -348,7 +369,7 @@ fn log_sum_exp_below(logits: &[f32], max: f32) -> f64 {
 /// `exp(0)` is exactly 1. The relative error is below `2.5e-7`: `1.1e-7` from the polynomial, the
 /// rest from rounding. There is no branch and no call, so that loops around it vectorise.
 #[inline(always)]
-fn exp(x: f32) -> f32 {
+pub(crate) fn exp(x: f32) -> f32 {
     /// Adding it to a small number rounds that to an integer, found in the low mantissa bits.
     const ROUND: f32 = 12_582_912.0; // 1.5 * 2^23
     /// `ln(2)` in two parts; the first has so few digits that its product with an exponent is

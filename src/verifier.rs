@@ -1,4 +1,4 @@
-use crate::{AncestorMask, CommitPlan, DraftTree, Error, top_k};
+use crate::{AncestorMask, CommitPlan, DraftTree, Error, PickRule, sample::Sampler, top_k};
 
 /// What a verifier offers. [`Plan::resolve`](crate::Plan::resolve) holds it
 /// against what is asked for.
@@ -26,11 +26,18 @@ pub struct Capabilities {
     pub mask: MaskForm,
     /// What its recurrent layers can do, if it has any.
     pub recurrence: Recurrence,
+    /// What the token ids that it hands over honour. For requests that need more it has to hand over logits;
+    /// token ids are refused then.
+    pub device_picks: PickRule,
+    /// Whether it can hand over logits. If not, requests that need more than
+    /// [`device_picks`](Self::device_picks) are refused when they start.
+    pub logits: bool,
 }
 
 impl Capabilities {
     /// A verifier of `vocab_size` tokens and `max_len` KV rows that verifies
-    /// trees of any size, reads the mask as bits and has no recurrent layers.
+    /// trees of any size, reads the mask as bits has no recurrent
+    /// layers, and hands over logits unless a request is greedy.
     pub fn new(vocab_size: usize, max_len: usize) -> Self {
         Self {
             vocab_size,
@@ -39,6 +46,8 @@ impl Capabilities {
             attention: Attention::Tree,
             mask: MaskForm::Bits,
             recurrence: Recurrence::None,
+            device_picks: PickRule::Argmax,
+            logits: true,
         }
     }
 }
@@ -69,7 +78,8 @@ pub enum MaskForm {
 pub enum Recurrence {
     /// There are none.
     None,
-    /// Every slot starts from the state after its parent.
+    /// Every slot starts from the state after its parent, as a
+    /// [`StatePlan`](crate::StatePlan) says.
     ExactTrees,
     /// Slots run one after another, and a state can be restored. Exact for
     /// chains; on a tree, state leaks between siblings.
@@ -162,47 +172,195 @@ impl<'a> Round<'a> {
 /// Takes the target's choice at every slot, in slot order.
 ///
 /// An engine that picks on its device hands over token ids; one that does not
-/// hands over rows of logits, and this crate picks. One round does the one or
-/// the other, or both in turn: each call adds the pick of the next slot.
+/// hands over rows of logits, and this crate picks as the request's
+/// [`Sampling`](crate::Sampling) says. [`rule`](Self::rule) tells what ids
+/// would have to honour. Each call adds the pick of the next slot.
+///
+/// Picks at slots that the text does not reach have no effect. An engine that
+/// hands over logits can save fetching them:
+///
+/// ```
+/// # use ddtree::{DraftTree, Error, PickRule, Picks};
+/// # fn row(_: usize) -> Vec<f32> { vec![0.0, 1.0] }
+/// fn hand_over(slots: usize, picks: &mut Picks<'_>) -> Result<(), Error> {
+///     for slot in 0..slots {
+///         if picks.wanted() {
+///             picks.push_logits(&row(slot))?;
+///         } else {
+///             picks.skip();
+///         }
+///     }
+///     Ok(())
+/// }
+/// # let mut ids = Vec::new();
+/// # hand_over(2, &mut Picks::new(&mut ids)).unwrap();
+/// # assert_eq!(ids, [1, 1]);
+/// ```
 #[derive(Debug)]
 pub struct Picks<'a> {
     ids: &'a mut Vec<u32>,
+    leads: Option<&'a mut Vec<f32>>,
+    context: Option<PickContext<'a>>,
+}
+
+/// What picking depends on besides the logits.
+#[derive(Debug)]
+pub(crate) struct PickContext<'a> {
+    pub(crate) sampler: &'a mut Sampler,
+    /// The sequence up to the root.
+    pub(crate) tokens: &'a [u32],
+    /// `None` for the single pick after a prefill.
+    pub(crate) tree: Option<&'a DraftTree>,
+    /// Tokens after which there are none.
+    pub(crate) stop_tokens: &'a [u32],
+    /// Whether picks off the path are wanted too.
+    pub(crate) everywhere: bool,
+    /// The least rule to ask for, whatever the request needs.
+    pub(crate) at_least: PickRule,
+    /// Set when token ids are handed over.
+    pub(crate) by_id: &'a mut bool,
+}
+
+/// What the noise of a round's picks depends on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+#[non_exhaustive]
+pub struct NoiseKey {
+    /// The request's seed.
+    pub seed: u64,
+    /// The request's temperature, above 0.
+    pub temperature: f32,
+    /// Absolute position of the token picked at the root, or after a prefill. The one picked at a slot of depth d is at
+    /// `position + d`.
+    pub position: usize,
 }
 
 impl<'a> Picks<'a> {
-    /// Collects into `ids`, which is cleared.
+    /// The entry of [`ids`](Self::ids) for a slot that was [skipped](Self::skip).
+    pub const SKIPPED: u32 = u32::MAX;
+
+    /// Collects greedy picks into `ids`, which is cleared. Sessions make picks that know the
+    /// request's settings.
     pub fn new(ids: &'a mut Vec<u32>) -> Self {
         ids.clear();
-        Self { ids }
+        Self { ids, leads: None, context: None }
+    }
+
+    /// Collects into `ids`, and into `leads` by how much the best logit of every
+    /// slot leads the second one; NaN where a token id was handed over. A pick
+    /// that differs from another run's at a small lead is a near-tie, in which
+    /// floating point decides; at a large one it is a fault.
+    pub fn with_leads(ids: &'a mut Vec<u32>, leads: &'a mut Vec<f32>) -> Self {
+        ids.clear();
+        leads.clear();
+        Self { ids, leads: Some(leads), context: None }
+    }
+
+    pub(crate) fn with(ids: &'a mut Vec<u32>, context: PickContext<'a>) -> Self {
+        ids.clear();
+        *context.by_id = false;
+        Self { ids, leads: None, context: Some(context) }
+    }
+
+    /// What picks have to honour. Token ids may be handed over if this is not
+    /// above the verifier's [`device_picks`](Capabilities::device_picks).
+    pub fn rule(&self) -> PickRule {
+        let context = self.context.as_ref();
+        context.map_or(PickRule::Argmax, |context| context.sampler.rule().max(context.at_least))
+    }
+
+    /// For picking with [noise](crate::sample#noise) on a device; `None` if the request is greedy.
+    pub fn noise(&self) -> Option<NoiseKey> {
+        let context = self.context.as_ref()?;
+        let settings = context.sampler.settings();
+        (!settings.is_greedy()).then_some(NoiseKey {
+            seed: settings.seed,
+            temperature: settings.temperature,
+            position: context.tokens.len(),
+        })
+    }
+
+    /// Whether the pick of the next slot can have an effect: whether the picks so far lead there. True
+    /// for all slots while a [trace](crate::Config::trace) is kept, and if the tree is not known.
+    pub fn wanted(&self) -> bool {
+        let everywhere = self.context.as_ref().is_some_and(|context| context.everywhere);
+        everywhere || self.reaches(self.ids.len())
+    }
+
+    /// Whether the picks so far lead to a slot.
+    fn reaches(&self, slot: usize) -> bool {
+        // A slot beyond the tree is an error, which is found when picks are counted.
+        let Some(PickContext { tree: Some(tree), stop_tokens, .. }) = &self.context else {
+            return true;
+        };
+        slot >= tree.len() || leads_to(tree, self.ids, stop_tokens, slot)
+    }
+
+    /// Leaves the next slot without a pick. An error follows if it was [wanted](Self::wanted).
+    pub fn skip(&mut self) {
+        self.ids.push(Self::SKIPPED);
     }
 
     /// Adds the pick of the next slot.
     pub fn push(&mut self, token: u32) {
-        self.ids.push(token);
+        self.extend(&[token]);
     }
 
     /// Adds the picks of the next slots.
     pub fn extend(&mut self, tokens: &[u32]) {
         self.ids.extend_from_slice(tokens);
+        if let Some(leads) = &mut self.leads {
+            leads.resize(self.ids.len(), f32::NAN);
+        }
+        if let Some(context) = &mut self.context {
+            *context.by_id = true;
+        }
     }
 
-    /// Picks from the logits of the next slot: the greatest, of equal ones that
-    /// with the lowest id.
+    /// Picks from the logits of the next slot, as the request says; greedy
+    /// picks are the greatest logit, of equal ones that with the lowest id. A slot that
+    /// is not [wanted](Self::wanted) is skipped without a look at the logits.
     ///
     /// # Errors
     ///
-    /// If the row is empty or holds NaN or +inf.
+    /// If the row is empty or holds NaN or +inf, has not one entry per token where the request is
+    /// not plainly greedy, or every token is forbidden.
     pub fn push_logits(&mut self, logits: &[f32]) -> Result<(), Error> {
-        let row = self.ids.len();
-        let (token, _) = top_k::argmax(logits).map_err(|source| Error::Logits { row, source })?;
+        let wanted = self.wanted();
+        let slot = self.ids.len();
+        let token = match &mut self.context {
+            _ if !wanted => Self::SKIPPED,
+            Some(context) if context.sampler.rule() > PickRule::Argmax => {
+                let node = context.tree.filter(|tree| slot < tree.len()).map(|tree| (tree, slot));
+                match context.sampler.pick(logits, context.tokens, node) {
+                    // Off the path it is no error that nothing is left: an illegal draft leads there.
+                    Err(Error::NoToken { .. }) if !self.reaches(slot) => Self::SKIPPED,
+                    picked => picked?,
+                }
+            }
+            _ => top_k::argmax(logits).map_err(|source| Error::Logits { row: slot, source })?.0,
+        };
         self.ids.push(token);
+        if let Some(leads) = &mut self.leads {
+            let (before, after) = logits.split_at(token as usize);
+            let (best, others) = (after[0], before.iter().chain(&after[1..]));
+            leads.push(best - others.copied().fold(f32::NEG_INFINITY, f32::max));
+        }
         Ok(())
     }
 
-    /// Picks taken so far.
+    /// Picks taken so far, [`SKIPPED`](Self::SKIPPED) where there is none.
     pub fn ids(&self) -> &[u32] {
         self.ids
     }
+}
+
+/// Whether the picks of a slot's ancestors lead to it, and the text goes on there.
+pub(crate) fn leads_to(tree: &DraftTree, picks: &[u32], stop_tokens: &[u32], slot: usize) -> bool {
+    let mut nodes = tree.ancestors(slot).filter(|&slot| slot > 0);
+    nodes.all(|slot| {
+        let token = tree.tokens()[slot];
+        picks[tree.parents()[slot] as usize] == token && !stop_tokens.contains(&token)
+    })
 }
 
 /// A target model with its caches: everything that this crate asks of an
@@ -213,11 +371,13 @@ impl<'a> Picks<'a> {
 /// 1. **Committed rows are safe.** A verifier knows how many rows are
 ///    committed: the end of the last `prefill` or `commit` that succeeded.
 ///    `verify` writes only beyond them. An error from any method leaves them as
-///    they were, recurrent state included; what lies beyond is void, and the
-///    same call may come again.
+///    they were, recurrent state included, and what lies beyond is void. The
+///    same call may come again, but for `commit`: a round whose commit failed is
+///    verified anew.
 /// 2. **A pick at every slot.** `verify` adds exactly one pick per slot, in slot
 ///    order: the token that the target chooses after the path from the root to
-///    that slot, and nothing else (not slots before it, not siblings).
+///    that slot, and nothing else (not slots before it, not siblings), as
+///    [`Picks::rule`] says. [Unwanted](Picks::wanted) slots may be skipped.
 /// 3. **Positions come from depth**: see [`Round::positions`].
 /// 4. **Commit means equality.** After `commit` the caches equal what plain
 ///    decoding of the accepted path would have left; the bonus has no row.

@@ -2,8 +2,11 @@
 
 use candle_core::{CpuStorage, D, DType, Storage, Tensor};
 
-use super::{DecoderModel, Error, Forward, KvCache, Result, Want};
-use crate::{AncestorMask, Capabilities, CommitPlan, Picks, Prefill, Round, Verifier};
+use super::{DecoderModel, Error, Forward, KvCache, Result, StateMethod, Want};
+use crate::{
+    AncestorMask, Capabilities, CommitPlan, DraftTree, PickRule, Picks, Prefill, Recurrence, Round,
+    Verifier,
+};
 
 /// Attention scores of one prefill pass at most, over all heads; bounds its memory (64 MiB in f32)
 /// whatever the prompt's length.
@@ -11,8 +14,9 @@ const PREFILL_SCORES: usize = 1 << 24;
 
 /// A [`DecoderModel`] with the cache of one sequence, as the target of a speculative round.
 ///
-/// Picks are greedy: the greatest f32 logit, of equal ones the lowest id. One verification costs one
-/// synchronisation with the host, which fetches the picks; logits stay on the device.
+/// Greedy picks are made on the device: the greatest f32 logit, of equal ones the lowest id. One
+/// verification then costs one synchronisation with the host, which fetches the picks. Sampling is done
+/// on the host, which fetches the logits of the slots that the text reaches, one by one.
 #[derive(Debug)]
 pub struct CandleTarget {
     model: DecoderModel,
@@ -81,16 +85,24 @@ impl CandleTarget {
         &self.cache
     }
 
+    /// What recurrent layers keep of a tree. Both ways are exact; see [`StateMethod`] and the table in
+    /// `docs/hybrid.md`. No effect on models without such layers.
+    pub fn state_method(mut self, method: StateMethod) -> Self {
+        self.cache.set_state_method(method);
+        self
+    }
+
     /// Runs `tokens` at the positions in `self.positions`.
     fn forward(
         &mut self,
         start: usize,
         tokens: &[u32],
         mask: Option<&AncestorMask>,
+        tree: Option<&DraftTree>,
         want: Want<'_>,
     ) -> Result<(Option<Tensor>, Taps)> {
-        let pass =
-            Forward { tokens, positions: &self.positions, start, mask, want, taps: &self.taps };
+        let (positions, taps) = (&self.positions, &self.taps);
+        let pass = Forward { tokens, positions, start, mask, tree, want, taps };
         let output = self.model.forward(&mut self.cache, &pass)?;
         Ok((output.logits, Taps::new(output.taps)))
     }
@@ -101,7 +113,12 @@ impl Verifier for CandleTarget {
     type Error = Error;
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new(self.model.config().vocab_size, self.cache.max_len())
+        let config = self.model.config();
+        let mut capabilities = Capabilities::new(config.vocab_size, self.cache.max_len());
+        if config.hybrid.is_some() {
+            capabilities.recurrence = Recurrence::ExactTrees;
+        }
+        capabilities
     }
 
     fn reset(&mut self, keep: usize) -> Result<()> {
@@ -123,7 +140,7 @@ impl Verifier for CandleTarget {
             self.positions.extend(row as u32..(row + chunk.len()) as u32);
             let last = row + chunk.len() == start + tokens.len();
             let want = if last { Want::Last } else { Want::Nothing };
-            let (chunk_logits, taps) = self.forward(row, chunk, None, want)?;
+            let (chunk_logits, taps) = self.forward(row, chunk, None, None, want)?;
             hidden.extend(taps.hidden);
             logits = chunk_logits;
             row += chunk.len();
@@ -131,7 +148,7 @@ impl Verifier for CandleTarget {
         let logits = logits
             .ok_or_else(|| Error::argument("tokens", "none", "at least one token to prefill"))?;
         let hidden = if hidden.is_empty() { None } else { Some(Tensor::cat(&hidden, 0)?) };
-        pick_greedy(&logits, picks)?;
+        pick(&logits, picks)?;
         self.cache.extend(tokens.len())?;
         Ok(Taps::new(hidden))
     }
@@ -143,9 +160,10 @@ impl Verifier for CandleTarget {
         self.positions.clear();
         self.positions.resize(tree.len(), 0);
         round.positions_into(&mut self.positions)?;
-        let (logits, taps) = self.forward(round.start(), tree.tokens(), round.mask(), Want::All)?;
+        let (logits, taps) =
+            self.forward(round.start(), tree.tokens(), round.mask(), Some(tree), Want::All)?;
         let logits = logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?;
-        pick_greedy(&logits, picks)?;
+        pick(&logits, picks)?;
         self.verified = Some(Verified { slots: tree.len(), taps });
         Ok(())
     }
@@ -167,6 +185,68 @@ impl Verifier for CandleTarget {
     }
 }
 
+/// One sequence of a batch to [verify](verify_batch).
+#[derive(Debug)]
+pub struct BatchEntry<'a> {
+    /// The sequence's target; all of a batch share one model.
+    pub target: &'a mut CandleTarget,
+    /// What to verify, as for [`Verifier::verify`].
+    pub round: Round<'a>,
+    /// Where its picks go.
+    pub picks: Picks<'a>,
+}
+
+/// Verifies one round of each of several sequences in one pass: the products with the weights run over
+/// the rows of all of them, attention sequence by sequence. Picks, caches and features are those of
+/// [`Verifier::verify`] on each, as far as a product does not depend on its number of rows; commits
+/// follow one by one, as after it.
+///
+/// Targets are of one model if they were made from clones of it.
+///
+/// # Errors
+/// Targets of different models; otherwise as [`Verifier::verify`] of any of them. Committed rows are as
+/// they were, and no round of the batch counts as verified.
+pub fn verify_batch(batch: &mut [BatchEntry<'_>]) -> Result<()> {
+    let Some(first) = batch.first() else { return Ok(()) };
+    let model = first.target.model.clone();
+    let mut passes = Vec::with_capacity(batch.len());
+    for BatchEntry { target, round, .. } in &mut *batch {
+        target.verified = None;
+        check_start(round.start(), &target.cache)?;
+        if !target.model.shares_weights_with(&model) {
+            return Err(Error::argument("target", "another model", "one model for a batch"));
+        }
+        let tree = round.tree();
+        target.positions.clear();
+        target.positions.resize(tree.len(), 0);
+        round.positions_into(&mut target.positions)?;
+        let CandleTarget { cache, taps, positions, .. } = &mut **target;
+        let pass = Forward {
+            tokens: tree.tokens(),
+            positions,
+            start: round.start(),
+            mask: round.mask(),
+            tree: Some(tree),
+            want: Want::All,
+            taps,
+        };
+        passes.push((cache, pass));
+    }
+    let outputs = model.forward_batch(&mut passes)?;
+    for (entry, output) in batch.iter_mut().zip(&outputs) {
+        let logits = output.logits.as_ref();
+        pick(
+            logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?,
+            &mut entry.picks,
+        )?;
+    }
+    for (entry, output) in batch.iter_mut().zip(outputs) {
+        let slots = entry.round.tree().len();
+        entry.target.verified = Some(Verified { slots, taps: Taps::new(output.taps) });
+    }
+    Ok(())
+}
+
 fn check_start(start: usize, cache: &KvCache) -> Result<()> {
     if start == cache.len() {
         return Ok(());
@@ -174,8 +254,9 @@ fn check_start(start: usize, cache: &KvCache) -> Result<()> {
     Err(Error::argument("start", start, format!("the committed length {}", cache.len())))
 }
 
-/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32).
-fn pick_greedy(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
+/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32). The device picks greedily; for
+/// anything else, rows that the text reaches come to the host.
+fn pick(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
     let vocab_size = logits.dim(D::Minus1)?;
     let logits = logits.contiguous()?;
     {
@@ -189,6 +270,16 @@ fn pick_greedy(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
             }
             return Ok(());
         }
+    }
+    if picks.rule() > PickRule::Argmax {
+        for row in 0..logits.dim(0)? {
+            if picks.wanted() {
+                picks.push_logits(&logits.get(row)?.to_vec1()?)?;
+            } else {
+                picks.skip();
+            }
+        }
+        return Ok(());
     }
     for (row, id) in argmax_on_device(&logits)?.into_iter().enumerate() {
         if id as usize >= vocab_size {
@@ -214,4 +305,41 @@ fn argmax_on_device(logits: &Tensor) -> Result<Vec<u32>> {
     let bad = (logits.ne(logits)?.to_dtype(DType::F32)?.max(D::Minus1)?
         + greatest.squeeze(1)?.eq(f32::INFINITY)?.to_dtype(DType::F32)?)?;
     Ok(bad.gt(0f32)?.where_cond(&none.broadcast_as(rows)?, &lowest)?.to_vec1()?)
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::Device;
+
+    use super::*;
+
+    /// The path for devices whose memory the host cannot read, run on the CPU.
+    #[test]
+    fn device_picks_equal_host_picks() {
+        let (nan, inf) = (f32::NAN, f32::INFINITY);
+        let rows = [
+            [1.0, 3.0, 3.0, 2.0],
+            [-inf, -4.0, -4.0, -5.0],
+            [-inf; 4],
+            [0.0, -0.0, -1.0, 0.0],
+            [7.0, 7.0, 7.0, 7.5],
+            [1.0, nan, 2.0, 0.0],
+            [nan; 4],
+            [1.0, inf, 2.0, inf],
+        ];
+        let logits = Tensor::new(&rows, &Device::Cpu).unwrap();
+        let found = argmax_on_device(&logits).unwrap();
+        for (row, found) in rows.iter().zip(found) {
+            let mut ids = Vec::new();
+            let expected = Picks::new(&mut ids).push_logits(row);
+            // 4, the number of columns, stands for a refused row.
+            let expected = expected.map_or(4, |()| ids[0]);
+            assert_eq!(found, expected, "{row:?}");
+        }
+        assert!(pick(&logits, &mut Picks::new(&mut Vec::new())).is_err());
+        let good = logits.narrow(0, 0, 5).unwrap();
+        let mut ids = Vec::new();
+        pick(&good, &mut Picks::new(&mut ids)).unwrap();
+        assert_eq!(ids, [1, 1, 0, 0, 3]);
+    }
 }

@@ -25,15 +25,18 @@ pub struct Shape {
 impl Shape {
     /// Rows of `prefix + slots` elements without gaps.
     pub fn packed(prefix: usize, slots: usize) -> Self {
-        Self { prefix, row_stride: prefix + slots }
+        Self { prefix, row_stride: prefix.saturating_add(slots) }
     }
 
     /// Elements that a mask of `slots` rows spans: the last row is not padded
-    /// to the stride.
+    /// to the stride. Saturates where no buffer could be that large.
     pub fn needed(&self, slots: usize) -> usize {
         match slots.checked_sub(1) {
             None => 0,
-            Some(full_rows) => full_rows * self.row_stride + self.prefix + slots,
+            Some(full_rows) => full_rows
+                .saturating_mul(self.row_stride)
+                .saturating_add(self.prefix)
+                .saturating_add(slots),
         }
     }
 }
@@ -121,12 +124,10 @@ fn write<T: Copy>(
     out: &mut [T],
 ) -> Result<(), Error> {
     let slots = mask.slots();
-    if shape.row_stride < shape.prefix + slots {
-        return Err(Error::setting(
-            "row_stride",
-            shape.row_stride,
-            format_args!("at least {} (prefix and slots)", shape.prefix + slots),
-        ));
+    let row = shape.prefix.saturating_add(slots);
+    if shape.row_stride < row {
+        let accepted = format_args!("at least {row} (prefix and slots)");
+        return Err(Error::setting("row_stride", shape.row_stride, accepted));
     }
     let needed = shape.needed(slots);
     if out.len() < needed {

@@ -78,6 +78,10 @@ struct Candidate {
     token: u32,
 }
 
+/// Entries of the heap below one entry. Most of the time goes into branches that
+/// cannot be predicted; four ways halve the levels, and with them those.
+const WAYS: usize = 4;
+
 impl BestFirst {
     /// A builder with empty scratch.
     pub fn new() -> Self {
@@ -148,7 +152,7 @@ impl BestFirst {
         }
         if settings.spine {
             self.lay_spine::<_, CHECK>(expand, settings, tree)?;
-        } else if let Some(first) = candidate(expand, tree, 0, 0, f64::INFINITY)? {
+        } else if let Some(first) = candidate::<_, CHECK>(expand, tree, 0, 0, f64::INFINITY)? {
             self.heap.push(first);
         }
         while tree.nodes() < settings.budget {
@@ -157,19 +161,24 @@ impl BestFirst {
                 break;
             }
             let slot = self.insert::<CHECK>(best, tree)?;
-            let child = candidate(expand, tree, slot, 0, f64::INFINITY)?;
-            let sibling = next_sibling(expand, settings.top_k, tree, best)?;
-            // The new candidates take the place of the old one, which saves
-            // moving the heap's last entry to the top and down again.
+            let child = candidate::<_, CHECK>(expand, tree, slot, 0, f64::INFINITY)?;
+            let sibling = next_sibling::<_, CHECK>(expand, settings.top_k, tree, best)?;
+            // The better of the new candidates takes the place of the old one,
+            // near which it belongs; the other comes in from below, near which
+            // it belongs. Both ways through the heap are short.
             match (child, sibling) {
                 (None, None) => {
                     self.heap.swap_remove(0);
                 }
                 (Some(one), None) | (None, Some(one)) => self.heap[0] = one,
                 (Some(child), Some(sibling)) => {
-                    self.heap[0] = child;
+                    // A child's path comes first among equal sums.
+                    let child_first = child.score >= sibling.score;
+                    let (better, worse) =
+                        if child_first { (child, sibling) } else { (sibling, child) };
+                    self.heap[0] = better;
                     self.sift_down(tree);
-                    self.heap.push(sibling);
+                    self.heap.push(worse);
                     self.sift_up(tree);
                     continue;
                 }
@@ -188,7 +197,9 @@ impl BestFirst {
     ) -> Result<(), Error> {
         while tree.nodes() < settings.budget {
             let last = tree.len() - 1;
-            let Some(best) = candidate(expand, tree, last, 0, f64::INFINITY)? else { break };
+            let Some(best) = candidate::<_, CHECK>(expand, tree, last, 0, f64::INFINITY)? else {
+                break;
+            };
             self.insert::<CHECK>(best, tree)?;
         }
         for slot in 1..tree.len() {
@@ -198,7 +209,7 @@ impl BestFirst {
                 rank: 0,
                 token: tree.tokens()[slot],
             };
-            if let Some(sibling) = next_sibling(expand, settings.top_k, tree, node)? {
+            if let Some(sibling) = next_sibling::<_, CHECK>(expand, settings.top_k, tree, node)? {
                 self.heap.push(sibling);
                 self.sift_up(tree);
             }
@@ -227,20 +238,26 @@ impl BestFirst {
 
     /// Whether `a` comes before `b`: greater score first, then the path of
     /// smaller ranks.
-    #[inline]
-    fn before(&self, tree: &DraftTree, a: Candidate, b: Candidate) -> bool {
-        a.score > b.score || (a.score == b.score && self.path_before(tree, a, b))
+    #[inline(always)]
+    fn before(&self, tree: &DraftTree, a: &Candidate, b: &Candidate) -> bool {
+        if a.score == b.score {
+            self.path_before(tree, (a.parent, a.rank), (b.parent, b.rank))
+        } else {
+            a.score > b.score
+        }
     }
 
-    /// Compares rank paths lexicographically. Of two candidates neither path is
-    /// a prefix of the other, since candidates are never below one another.
+    /// Compares rank paths lexicographically, given as parent and last rank. Of
+    /// two candidates neither path is a prefix of the other, since candidates
+    /// are never below one another.
     #[cold]
-    fn path_before(&self, tree: &DraftTree, a: Candidate, b: Candidate) -> bool {
-        let lift =
-            |(parent, _): (usize, u32)| (tree.parents()[parent] as usize, self.ranks[parent]);
-        let depth = |(parent, _): (usize, u32)| tree.depths()[parent];
-        let mut a = (a.parent as usize, a.rank);
-        let mut b = (b.parent as usize, b.rank);
+    #[inline(never)]
+    fn path_before(&self, tree: &DraftTree, mut a: (u32, u32), mut b: (u32, u32)) -> bool {
+        let lift = |(parent, _): (u32, u32)| {
+            let parent = parent as usize;
+            (tree.parents()[parent] as u32, self.ranks[parent])
+        };
+        let depth = |(parent, _): (u32, u32)| tree.depths()[parent as usize];
         while depth(a) > depth(b) {
             a = lift(a);
         }
@@ -254,12 +271,13 @@ impl BestFirst {
         a.1 < b.1
     }
 
+    #[inline]
     fn sift_up(&mut self, tree: &DraftTree) {
         let mut hole = self.heap.len() - 1;
         let moved = self.heap[hole];
         while hole > 0 {
-            let above = (hole - 1) / 2;
-            if !self.before(tree, moved, self.heap[above]) {
+            let above = (hole - 1) / WAYS;
+            if !self.before(tree, &moved, &self.heap[above]) {
                 break;
             }
             self.heap[hole] = self.heap[above];
@@ -268,20 +286,23 @@ impl BestFirst {
         self.heap[hole] = moved;
     }
 
+    #[inline]
     fn sift_down(&mut self, tree: &DraftTree) {
         let Some(&moved) = self.heap.first() else { return };
         let mut hole = 0;
         loop {
-            let mut below = 2 * hole + 1;
-            if below >= self.heap.len() {
+            let first = WAYS * hole + 1;
+            let end = self.heap.len().min(first + WAYS);
+            if first >= end {
                 break;
             }
-            if below + 1 < self.heap.len()
-                && self.before(tree, self.heap[below + 1], self.heap[below])
-            {
-                below += 1;
+            let mut below = first;
+            for other in first + 1..end {
+                if self.before(tree, &self.heap[other], &self.heap[below]) {
+                    below = other;
+                }
             }
-            if !self.before(tree, self.heap[below], moved) {
+            if !self.before(tree, &self.heap[below], &moved) {
                 break;
             }
             self.heap[hole] = self.heap[below];
@@ -298,8 +319,8 @@ impl BestFirst {
 
 /// The `rank`-th child of `parent`, unless there is none that can be drafted.
 /// `limit` is the score of the sibling before it.
-#[inline]
-fn candidate<E: Expand>(
+#[inline(always)]
+fn candidate<E: Expand, const CHECK: bool>(
     expand: &mut E,
     tree: &DraftTree,
     parent: usize,
@@ -313,14 +334,14 @@ fn candidate<E: Expand>(
         return Ok(None);
     }
     let score = tree.scores()[parent] + f64::from(log_prob);
-    if !log_prob.is_finite() || score > limit {
+    if CHECK && (!log_prob.is_finite() || score > limit) {
         return Err(refused(tree, parent, rank, log_prob));
     }
     Ok(Some(Candidate { score, parent: parent as u32, rank: rank as u32, token }))
 }
 
-#[inline]
-fn next_sibling<E: Expand>(
+#[inline(always)]
+fn next_sibling<E: Expand, const CHECK: bool>(
     expand: &mut E,
     top_k: usize,
     tree: &DraftTree,
@@ -330,7 +351,7 @@ fn next_sibling<E: Expand>(
     if rank >= top_k {
         return Ok(None);
     }
-    candidate(expand, tree, node.parent as usize, rank, node.score)
+    candidate::<_, CHECK>(expand, tree, node.parent as usize, rank, node.score)
 }
 
 #[cold]

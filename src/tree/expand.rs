@@ -53,7 +53,6 @@ impl<E: Expand + ?Sized> Expand for &mut E {
 impl Expand for &Proposal {
     #[inline]
     fn child(&mut self, tree: &DraftTree, parent: usize, rank: usize) -> Option<(u32, f32)> {
-        let (tokens, log_probs) = self.depth(tree.depths()[parent] as usize + 1);
-        Some((*tokens.get(rank)?, log_probs[rank]))
+        self.entry(tree.depths()[parent] as usize + 1, rank)
     }
 }

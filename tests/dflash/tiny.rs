@@ -70,6 +70,7 @@ fn taps(target: &DecoderModel, drafter: &DFlash, text: &[u32]) -> Tensor {
         positions: &positions,
         start: 0,
         mask: None,
+        tree: None,
         want: Want::Nothing,
         taps: drafter.config().target_layer_ids(),
     };
@@ -161,7 +162,7 @@ fn trees_list_the_references_tokens() {
         for (budget, trees) in &case.trees {
             let room = goldens.max_new_tokens + 1 + budget.parse::<usize>().unwrap();
             replay(&target, &mut drafter, case, room, |index, _, logits| {
-                let Some(round) = trees.rounds.get(index) else { return None };
+                let round = trees.rounds.get(index)?;
                 let ranked: Vec<_> = logits.iter().map(|row| ranked(row)).collect();
                 let mut children = vec![0; round.parents.len()];
                 for ((&token, &depth), &parent) in
@@ -188,12 +189,12 @@ fn trees_list_the_references_tokens() {
     assert!(swapped * 1000 < nodes, "{swapped} of {nodes} near-ties in another order");
 }
 
-/// One decoder for all prompts, so that every text but the first follows a reset.
+/// One decoder for several prompts, so that every text but the first follows a reset.
 #[test]
 fn the_decoding_loop_gives_the_references_text_and_acceptance() {
     let goldens = goldens();
     let taps = pair().1.config().target_layer_ids().to_vec();
-    let mut engine = || {
+    let engine = || {
         let (model, drafter) = pair();
         (CandleTarget::new(model, 512, &taps).unwrap(), drafter)
     };
@@ -201,7 +202,8 @@ fn the_decoding_loop_gives_the_references_text_and_acceptance() {
     let tree = Config::new(Algorithm::Tree).budget(16);
     for (budget, config) in [(None, chain), (Some("16"), tree)] {
         let mut decoder = Decoder::new(engine(), &config).unwrap();
-        for case in &goldens.cases {
+        let mut rounds = 0;
+        for case in &goldens.cases[..4] {
             let request = Request::new(&case.prompt_ids)
                 .max_new_tokens(goldens.max_new_tokens)
                 .stop_tokens(&[goldens.stop_token]);
@@ -216,11 +218,19 @@ fn the_decoding_loop_gives_the_references_text_and_acceptance() {
                 None => &case.chain.acceptance_lengths,
                 Some(budget) => &case.trees[budget].acceptance_lengths,
             };
-            // The first step is the prompt's; the reference does not cut the last round.
-            let rounds = lengths.len() - 1;
-            assert_eq!(rounds, expected.len());
-            assert_eq!(lengths[1..rounds], expected[..rounds - 1]);
-            assert!(lengths[rounds] <= expected[rounds - 1]);
+            // The first step is the prompt's. Near the token limit the loop drafts no further than
+            // the limit, which the reference does not do.
+            let mut emitted = 1;
+            for (&length, &expected) in lengths[1..].iter().zip(expected) {
+                if emitted + goldens.block_size > goldens.max_new_tokens {
+                    break;
+                }
+                emitted += length;
+                // A stop token ends the text; the reference counts what follows it.
+                assert!(length == expected || emitted == text.len() && length < expected);
+                rounds += 1;
+            }
         }
+        assert!(rounds > 80, "{rounds}");
     }
 }

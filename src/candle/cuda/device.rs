@@ -162,10 +162,20 @@ impl Gpu {
 
     /// Copies the first elements of a buffer to the host, after all work asked for before.
     pub(super) fn download<T: bytes::Plain>(&self, from: &Buffer, to: &mut [T]) -> Result<()> {
-        assert!(size_of_val(to) <= from.bytes, "the buffer is smaller than what is read");
+        self.download_from(from, 0, to)
+    }
+
+    /// Copies elements to the host that begin `skipped` bytes on in a buffer, after all work asked for before.
+    pub(super) fn download_from<T: bytes::Plain>(
+        &self,
+        from: &Buffer,
+        skipped: usize,
+        to: &mut [T],
+    ) -> Result<()> {
+        assert!(skipped + size_of_val(to) <= from.bytes, "the buffer has what is read");
         self.synchronize()?;
         // SAFETY: checked above; any bytes are a valid `Plain`.
-        Ok(unsafe { result::memcpy_dtoh_sync(to, from.pointer)? })
+        Ok(unsafe { result::memcpy_dtoh_sync(to, from.at(skipped))? })
     }
 
     /// Host memory that copies in the stream can use without waiting, zeroed.

@@ -287,6 +287,10 @@ enum Weight<'a> {
 
 /// Refuses what the kernels do not do.
 fn check(config: &DecoderConfig) -> Result<()> {
+    if config.hybrid.is_some() {
+        let found = format!("{:?}", config.architecture);
+        return Err(Error::config("architectures", found, "Llama, Qwen2 or Qwen3 on a GPU"));
+    }
     Kernels::check_row("hidden_size", config.hidden_size)?;
     Kernels::check_row("intermediate_size", config.intermediate_size.min(16 * 1024))?;
     if config.rope.rotary_dim != config.head_dim {

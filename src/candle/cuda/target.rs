@@ -2,6 +2,7 @@
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::rc::Rc;
 
 use candle_core::DType;
@@ -12,7 +13,7 @@ use super::products::Product;
 use super::stack::{PassInput, Stack, TapInto, padded};
 use super::weights::{Loader, Source, check};
 use crate::candle::{DecoderConfig, Error, Result, Weights};
-use crate::{Capabilities, CommitPlan, Picks, Prefill, Round, Verifier};
+use crate::{Capabilities, CommitPlan, PickRule, Picks, Prefill, Round, Verifier};
 
 /// Sizes of a [`CudaTarget`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,7 +54,8 @@ impl CudaOptions {
 /// picks, and brings the picks back. Widths are filled up to multiples of 8, so that few graphs serve all trees.
 /// Nothing is allocated per round; a commit moves rows within the cache.
 ///
-/// Picks are greedy: the greatest f32 logit, of equal ones the lowest id. Attention is restricted by ancestor bits,
+/// Greedy picks are made on the GPU: the greatest f32 logit, of equal ones the lowest id. Requests that need more get
+/// the logits of the slots on the path, one copy to the host each. Attention is restricted by ancestor bits,
 /// in every layer, over a prefix of any length.
 #[derive(Debug)]
 pub struct CudaTarget {
@@ -254,9 +256,9 @@ impl CudaTarget {
         if slot >= width {
             return Err(Error::argument("slot", slot, format!("below {width}")));
         }
-        let mut all = vec![0.0; (slot + 1) * vocab_size];
-        self.stack.gpu.download(&self.logits, &mut all)?;
-        Ok(all.split_off(slot * vocab_size))
+        let mut row = vec![0.0; vocab_size];
+        self.stack.gpu.download_from(&self.logits, 4 * slot * vocab_size, &mut row)?;
+        Ok(row)
     }
 
     /// Asks for everything that a pass of `width` rows does.
@@ -299,9 +301,21 @@ impl CudaTarget {
         Ok(())
     }
 
-    /// The pick of a row of the last pass.
-    fn pick(&self, row: usize) -> Result<u32> {
-        Argmax::token(self.packed.as_slice()[row]).ok_or(Error::NonFiniteLogits { row })
+    /// Adds the picks of rows of the last pass: tokens where the greatest logit is what is asked for, else the logits
+    /// of the rows that matter.
+    fn hand_over(&self, rows: Range<usize>, picks: &mut Picks<'_>) -> Result<()> {
+        let device = picks.rule() <= PickRule::Argmax;
+        for row in rows {
+            if device {
+                let token = Argmax::token(self.packed.as_slice()[row]);
+                picks.push(token.ok_or(Error::NonFiniteLogits { row })?);
+            } else if picks.wanted() {
+                picks.push_logits(&self.logits(row)?)?;
+            } else {
+                picks.skip();
+            }
+        }
+        Ok(())
     }
 
     /// Copies taps of the last pass to memory of their own.
@@ -402,7 +416,7 @@ impl Verifier for CudaTarget {
         }
         let last =
             last.ok_or_else(|| Error::argument("tokens", "none", "at least one to prefill"))?;
-        picks.push(self.pick(last)?);
+        self.hand_over(last..last + 1, picks)?;
         self.committed = at;
         Ok(taps)
     }
@@ -428,9 +442,7 @@ impl Verifier for CudaTarget {
             None => self.input.write(gpu, width, start, rows, causal)?,
         }
         self.run(width)?;
-        for row in 0..tree.len() {
-            picks.push(self.pick(row)?);
-        }
+        self.hand_over(0..tree.len(), picks)?;
         self.verified = Some(tree.len());
         Ok(())
     }

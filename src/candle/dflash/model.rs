@@ -9,7 +9,7 @@ use super::{BlockAttention, DFlashConfig};
 use crate::TopK;
 use crate::candle::{
     DecoderModel, Embedding, Error, KvCache, LmHead, Result, Weights,
-    attention::LayerMask,
+    attention::{LayerMask, Segment},
     layers::{self, AttentionParts, Heads, Mlp, SelfAttention},
     rope::{RopeTable, Rotation},
 };
@@ -293,6 +293,29 @@ impl DFlash {
             let accepted = format!("1 to {}", block_size - 1);
             return Err(Error::argument("horizon", horizon, accepted));
         }
+        // Slot 0 holds the root; what it would predict is known.
+        let x = self.block(root, position, block_size)?.narrow(0, 1, horizon)?.contiguous()?;
+        self.shared.lm_head.forward(&self.norm.forward(&x)?)
+    }
+
+    /// f32 logits of every slot of a block of `slots` slots, the root's included: `[slots,
+    /// vocab_size]`. As [`logits`](Self::logits), but for a block that is cut short: a drafter was
+    /// trained on whole blocks and drafts worse in others, which is why drafting never cuts them.
+    /// This is here to compare with implementations that do.
+    ///
+    /// # Errors
+    /// As [`logits`](Self::logits); `slots` outside `1..=block_size`.
+    pub fn slot_logits(&mut self, root: u32, position: usize, slots: usize) -> Result<Tensor> {
+        let block_size = self.config.block_size;
+        if slots == 0 || slots > block_size {
+            return Err(Error::argument("slots", slots, format!("1 to {block_size}")));
+        }
+        let x = self.block(root, position, slots)?;
+        self.shared.lm_head.forward(&self.norm.forward(&x)?)
+    }
+
+    /// Runs a block; the residual stream after the last layer, `[block_size, hidden_size]`.
+    fn block(&mut self, root: u32, position: usize, block_size: usize) -> Result<Tensor> {
         self.check_position("position", position)?;
         let rotation = self.rotation("position", position, block_size)?;
         let len = self.context.len();
@@ -316,20 +339,12 @@ impl DFlash {
             };
             let normed = layer.input_norm.forward(&x)?.to_dtype(self.dtype)?;
             let mask = &masks[known].1;
-            x = (x + layer.attention.forward(
-                &normed,
-                &rotation,
-                mask,
-                &self.context,
-                index,
-                len,
-            )?)?;
+            let block = Segment { rows: normed.dim(0)?, mask, cache: &self.context, start: len };
+            x = (x + layer.attention.forward(&normed, &rotation, &[block], index)?)?;
             let normed = layer.post_norm.forward(&x)?.to_dtype(self.dtype)?;
             x = (&x + layer.mlp.forward(&normed)?)?;
         }
-        // Slot 0 holds the root; what it would predict is known.
-        let x = x.narrow(0, 1, horizon)?.contiguous()?;
-        self.shared.lm_head.forward(&self.norm.forward(&x)?)
+        Ok(x)
     }
 
     fn check_position(&self, name: &'static str, position: usize) -> Result<()> {

@@ -1,0 +1,159 @@
+use crate::{
+    AncestorMask, DraftTree, Error, MaskForm, PickRule, Picks, Prefill, Round, Sampling, Verifier,
+    sample::Sampler, verifier::PickContext,
+};
+
+/// What [`check_picks`] finds.
+#[derive(Clone, Debug, PartialEq, thiserror::Error)]
+#[non_exhaustive]
+pub enum PickFault<E: std::error::Error + 'static> {
+    /// The engine failed.
+    #[error("the verifier failed")]
+    Verifier(#[source] E),
+    /// This crate refused the settings, the tree's tokens or a row of logits.
+    #[error(transparent)]
+    Refused(#[from] Error),
+    /// The engine handed over token ids although more was asked for than they honour.
+    #[error("token ids were handed over where {rule} was asked for")]
+    Ids {
+        /// What was asked for.
+        rule: PickRule,
+    },
+    /// The engine did not hand over one pick per slot.
+    #[error("found {found} picks, accepted: exactly {accepted}")]
+    Count {
+        /// Picks handed over.
+        found: usize,
+        /// Slots.
+        accepted: usize,
+    },
+    /// The engine's own pick is another one than the one from its logits.
+    #[error("{}: the device picks token {device}, its logits give {logits}", place(.slot))]
+    Differs {
+        /// The slot; `None` for the pick after the prefill.
+        slot: Option<usize>,
+        /// The engine's pick.
+        device: u32,
+        /// The pick that its logits give.
+        logits: u32,
+    },
+}
+
+fn place(slot: &Option<usize>) -> String {
+    slot.map_or("after the prefill".into(), |slot| format!("slot {slot}"))
+}
+
+/// Checks that the token ids that a verifier picks on its device are those that this crate picks from its logits: after
+/// a prompt, and at every slot of a tree.
+///
+/// The verifier is reset. It is asked for the same work twice, once in the way that
+/// `sampling` needs ([`Picks::rule`]) and once with logits demanded. One that always hands over logits passes. The root of `tree`
+/// stands for the token after the prompt.
+///
+/// # Errors
+///
+/// The first [fault](PickFault) found.
+///
+/// ```
+/// # use std::convert::Infallible;
+/// # use ddtree::{Capabilities, CommitPlan, Picks, PickRule, Prefill, Round, Verifier};
+/// # struct Counter;
+/// # impl Verifier for Counter {
+/// #     type Error = Infallible;
+/// #     type Features = ();
+/// #     fn capabilities(&self) -> Capabilities { Capabilities::new(100, 1_000) }
+/// #     fn reset(&mut self, _: usize) -> Result<(), Infallible> { Ok(()) }
+/// #     fn prefill(&mut self, p: &Prefill<'_>, picks: &mut Picks<'_>) -> Result<(), Infallible> {
+/// #         one(*p.tokens().last().unwrap(), picks);
+/// #         Ok(())
+/// #     }
+/// #     fn verify(&mut self, r: &Round<'_>, picks: &mut Picks<'_>) -> Result<(), Infallible> {
+/// #         r.tree().tokens().iter().for_each(|&token| one(token, picks));
+/// #         Ok(())
+/// #     }
+/// #     fn commit(&mut self, _: &CommitPlan) -> Result<(), Infallible> { Ok(()) }
+/// # }
+/// # fn one(token: u32, picks: &mut Picks<'_>) {
+/// #     if picks.rule() == PickRule::Argmax {
+/// #         picks.push((token + 1) % 100);
+/// #     } else {
+/// #         let mut logits = [0.0; 100];
+/// #         logits[(token as usize + 1) % 100] = 9.0;
+/// #         picks.push_logits(&logits).unwrap();
+/// #     }
+/// # }
+/// use ddtree::{DraftTree, Sampling, conformance};
+///
+/// let tree = DraftTree::from_parents(&[8, 9, 20, 10], &[-1, 0, 0, 1])?;
+/// let mut verifier = Counter; // counts upwards, by token id or with logits
+/// for sampling in [Sampling::new(), Sampling::new().temperature(0.8).top_p(0.9)] {
+///     conformance::check_picks(&mut verifier, &[6, 7], &tree, &sampling)?;
+/// }
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+pub fn check_picks<V: Verifier>(
+    verifier: &mut V,
+    prompt: &[u32],
+    tree: &DraftTree,
+    sampling: &Sampling,
+) -> Result<(), PickFault<V::Error>> {
+    let capabilities = verifier.capabilities();
+    let vocab_size = capabilities.vocab_size;
+    sampling.check(vocab_size)?;
+    for (field, tokens) in [("prompt", prompt), ("tree.tokens", tree.tokens())] {
+        if let Some(index) = tokens.iter().position(|&token| token as usize >= vocab_size) {
+            return Err(Error::Token { field, index, found: tokens[index], vocab_size }.into());
+        }
+    }
+    let mut mask = AncestorMask::new();
+    mask.build(tree);
+    let wants_mask = capabilities.mask == MaskForm::Bits && !tree.is_chain();
+    let round = Round::new(prompt.len(), tree, wants_mask.then_some(&mask));
+
+    let mut picks_asking = |at_least: PickRule| {
+        let mut sampler = Sampler::default();
+        sampler.start(sampling, vocab_size, prompt.len(), prompt.len() + tree.len());
+        let rule = sampler.rule().max(at_least);
+        let mut tokens = prompt.to_vec();
+        let (mut ids, mut all, mut by_id) = (Vec::new(), Vec::new(), false);
+        verifier.reset(0).map_err(PickFault::Verifier)?;
+        for tree in [None, Some(tree)] {
+            let context = PickContext {
+                sampler: &mut sampler,
+                tokens: &tokens,
+                tree,
+                stop_tokens: &[],
+                everywhere: true,
+                at_least,
+                by_id: &mut by_id,
+            };
+            let mut picks = Picks::with(&mut ids, context);
+            match tree {
+                None => {
+                    let prefill = Prefill::new(0, prompt);
+                    verifier.prefill(&prefill, &mut picks).map(drop)
+                }
+                Some(_) => verifier.verify(&round, &mut picks),
+            }
+            .map_err(PickFault::Verifier)?;
+            if by_id && rule > capabilities.device_picks {
+                return Err(PickFault::Ids { rule });
+            }
+            let accepted = tree.map_or(1, DraftTree::len);
+            if ids.len() != accepted {
+                return Err(PickFault::Count { found: ids.len(), accepted });
+            }
+            all.extend_from_slice(&ids);
+            tokens.push(round.tree().tokens()[0]);
+        }
+        Ok(all)
+    };
+    let device = picks_asking(PickRule::Argmax)?;
+    let logits = picks_asking(PickRule::Pipeline)?;
+    match device.iter().zip(&logits).position(|(device, logits)| device != logits) {
+        None => Ok(()),
+        Some(i) => {
+            Err(PickFault::Differs { slot: i.checked_sub(1), device: device[i], logits: logits[i] })
+        }
+    }
+}

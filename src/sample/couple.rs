@@ -1,0 +1,48 @@
+use super::{Sampling, noise::Noise};
+use crate::Proposal;
+
+/// Share of the noise that counts.
+///
+/// A drafter is less certain than the target: its distribution is flatter, being a mixture over what it does not know.
+/// In units of its own log-probabilities the target's noise is therefore smaller. On the tiny pair, values from 0.65
+/// to 0.8 give the greatest acceptance at all temperatures from 0.3 to 1.3, for chains and trees.
+const SHARE: f64 = 0.7;
+
+/// Ranks drafted tokens with the noise that the target will draw with.
+#[derive(Debug, Default)]
+pub(crate) struct Coupling {
+    entries: Vec<(f64, u32)>,
+}
+
+impl Coupling {
+    /// Replaces the log-probabilities of a proposal by those of being drawn, given the noise, best first.
+    ///
+    /// A token's new log-probability is that of a softmax over `log q + SHARE T g`. It is what follows if the
+    /// target's logits are the drafter's plus an error with a Gumbel distribution, which the noise `T g` of the draw
+    /// comes on top of. Being normalised, scores of different depths compare, and with the temperature they
+    /// go back to the drafter's own.
+    /// `root` is the position of the root.
+    pub(crate) fn apply(&mut self, proposal: &mut Proposal, sampling: &Sampling, root: usize) {
+        let scale = SHARE * f64::from(sampling.temperature);
+        let mut position = root;
+        proposal.rewrite(|tokens, log_probs| {
+            position += 1;
+            let noise = Noise::new(sampling.seed, position);
+            self.entries.clear();
+            self.entries.extend(tokens.iter().zip(log_probs.iter()).map(|(&token, &log_prob)| {
+                (f64::from(log_prob) + scale * noise.gumbel(token), token)
+            }));
+            self.entries.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+            let best = self.entries.first().map_or(f64::NEG_INFINITY, |entry| entry.0);
+            if best == f64::NEG_INFINITY {
+                return;
+            }
+            let sum: f64 = self.entries.iter().map(|entry| (entry.0 - best).exp()).sum();
+            let normaliser = best + sum.ln();
+            for (i, &(score, token)) in self.entries.iter().enumerate() {
+                tokens[i] = token;
+                log_probs[i] = (score - normaliser).min(0.0) as f32;
+            }
+        });
+    }
+}

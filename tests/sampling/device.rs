@@ -1,0 +1,209 @@
+//! Verifiers that pick on their own, and those that only say so.
+
+use ddtree::{
+    Algorithm, Capabilities, Config, DecodeError, Decoder, DraftTree, Error, PickRule, Plan,
+    Request, Sampling, Session,
+    conformance::{self, PickFault},
+};
+
+use crate::toy::{Hands, Language, Target, decode, engine};
+
+fn warm() -> Sampling {
+    Sampling::new().temperature(0.8).seed(6)
+}
+
+fn tree() -> DraftTree {
+    DraftTree::from_parents(&[3, 1, 9, 4, 2, 7, 7], &[-1, 0, 0, 1, 1, 2, 5]).unwrap()
+}
+
+#[test]
+fn picks_on_a_device_are_those_from_logits() {
+    for hands in [
+        Hands::Logits,
+        Hands::Wanted,
+        Hands::Device(PickRule::Argmax),
+        Hands::Device(PickRule::Noise),
+    ] {
+        let mut target = Target::new(Language::new(300), hands);
+        for sampling in [Sampling::new(), warm(), warm().top_k(4), warm().presence_penalty(0.5)] {
+            conformance::check_picks(&mut target, &[5, 1, 2], &tree(), &sampling).unwrap();
+        }
+    }
+    let request = Request::new(&[5, 1]).max_new_tokens(50).sampling(warm());
+    let config = Config::new(Algorithm::Tree).budget(16);
+    let texts = [Hands::Logits, Hands::Device(PickRule::Noise)]
+        .map(|hands| decode(engine(300, hands), &config, &request, None).tokens);
+    assert_eq!(texts[0], texts[1]);
+}
+
+#[test]
+fn conformance_finds_engines_that_ignore_settings() {
+    let mut target = Target::new(Language::new(300), Hands::Ignorant);
+    let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
+    assert_eq!(fault, PickFault::Ids { rule: PickRule::Noise });
+    // It claims to do what it does not.
+    let mut target = Boast(Target::new(Language::new(300), Hands::Ignorant));
+    let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
+    assert!(matches!(fault, PickFault::Ids { rule: PickRule::Pipeline }), "{fault}");
+    let wrong = Sampling::new().temperature(-1.0);
+    let fault = conformance::check_picks(&mut target, &[5], &tree(), &wrong).unwrap_err();
+    assert!(matches!(fault, PickFault::Refused(_)), "{fault}");
+}
+
+/// Says that its token ids honour temperatures.
+struct Boast(Target);
+
+impl ddtree::Verifier for Boast {
+    type Error = Error;
+    type Features = ();
+
+    fn capabilities(&self) -> Capabilities {
+        let mut capabilities = self.0.capabilities();
+        capabilities.device_picks = PickRule::Noise;
+        capabilities
+    }
+
+    fn reset(&mut self, keep: usize) -> Result<(), Error> {
+        self.0.reset(keep)
+    }
+
+    fn prefill(
+        &mut self,
+        p: &ddtree::Prefill<'_>,
+        picks: &mut ddtree::Picks<'_>,
+    ) -> Result<(), Error> {
+        self.0.prefill(p, picks)
+    }
+
+    fn verify(
+        &mut self,
+        r: &ddtree::Round<'_>,
+        picks: &mut ddtree::Picks<'_>,
+    ) -> Result<(), Error> {
+        self.0.verify(r, picks)
+    }
+
+    fn commit(&mut self, plan: &ddtree::CommitPlan) -> Result<(), Error> {
+        self.0.commit(plan)
+    }
+}
+
+#[test]
+fn conformance_finds_a_pick_that_differs() {
+    /// Adds noise of the wrong position.
+    struct Late(Target);
+    impl ddtree::Verifier for Late {
+        type Error = Error;
+        type Features = ();
+        fn capabilities(&self) -> Capabilities {
+            let mut capabilities = self.0.capabilities();
+            capabilities.device_picks = PickRule::Noise;
+            capabilities
+        }
+        fn reset(&mut self, keep: usize) -> Result<(), Error> {
+            self.0.reset(keep)
+        }
+        fn prefill(
+            &mut self,
+            p: &ddtree::Prefill<'_>,
+            picks: &mut ddtree::Picks<'_>,
+        ) -> Result<(), Error> {
+            self.0.hands = Hands::Device(PickRule::Noise);
+            self.0.prefill(p, picks)
+        }
+        fn verify(
+            &mut self,
+            r: &ddtree::Round<'_>,
+            picks: &mut ddtree::Picks<'_>,
+        ) -> Result<(), Error> {
+            if picks.rule() == PickRule::Pipeline {
+                return self.0.verify(r, picks);
+            }
+            // Depths are forgotten: every slot is treated as the root.
+            let key = picks.noise().unwrap();
+            for slot in 0..r.tree().len() {
+                let mut path = vec![5];
+                let nodes: Vec<usize> = r.tree().ancestors(slot).collect();
+                path.extend(nodes.iter().rev().map(|&s| r.tree().tokens()[s]));
+                let row = self.0.language.row_after(&path);
+                let sum = |token: u32| {
+                    f64::from(row[token as usize]) / f64::from(key.temperature)
+                        + ddtree::sample::gumbel(key.seed, key.position, token)
+                };
+                let token = (0..300).max_by(|&a, &b| sum(a).total_cmp(&sum(b))).unwrap();
+                picks.push(token);
+            }
+            Ok(())
+        }
+        fn commit(&mut self, plan: &ddtree::CommitPlan) -> Result<(), Error> {
+            self.0.commit(plan)
+        }
+    }
+    let mut target = Late(Target::new(Language::new(300), Hands::Logits));
+    let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
+    assert!(matches!(fault, PickFault::Differs { slot: Some(1..), .. }), "{fault}");
+}
+
+#[test]
+fn token_ids_are_refused_where_they_ignore_the_request() {
+    let config = Config::new(Algorithm::Tree).budget(4);
+    let mut decoder = Decoder::new(engine(20, Hands::Ignorant), &config).unwrap();
+    decoder.start(&Request::new(&[1]).max_new_tokens(5).sampling(warm())).unwrap();
+    let error = decoder.step().unwrap_err();
+    assert!(matches!(error, DecodeError::Refused(Error::Unsupported { .. })), "{error}");
+    assert!(decoder.session().generated().is_empty());
+    // Greedy settings are what such an engine honours, and the session is not lost.
+    decoder.start(&Request::new(&[1]).max_new_tokens(5)).unwrap();
+    decoder.step().unwrap();
+    // The same within a round: a penalty needs more than a temperature.
+    let mut decoder = Decoder::new(engine(20, Hands::Device(PickRule::Noise)), &config).unwrap();
+    let penalised = warm().repetition_penalty(1.1);
+    decoder.start(&Request::new(&[1]).max_new_tokens(5).sampling(penalised)).unwrap();
+    decoder.step().unwrap();
+}
+
+#[test]
+fn a_verifier_without_logits_refuses_before_it_starts() {
+    let mut capabilities = Capabilities::new(10, 100);
+    capabilities.logits = false;
+    let plan = Plan::resolve(&Config::default(), &capabilities, 3).unwrap();
+    let mut session = Session::new(plan);
+    session.start(&Request::new(&[1])).unwrap();
+    let error = session.start(&Request::new(&[1]).sampling(warm())).unwrap_err();
+    assert!(matches!(error, Error::Unsupported { .. }), "{error}");
+    assert!(session.set_constraint(Some(Box::new(Anything))).is_err());
+}
+
+struct Anything;
+
+impl ddtree::Constraint for Anything {
+    fn constrain(&mut self, _: ddtree::TokenPath<'_>, _: &mut [f32]) {}
+}
+
+#[test]
+fn a_skipped_slot_that_the_text_reaches_is_an_error() {
+    let plan = Plan::resolve(&Config::default(), &Capabilities::new(10, 100), 3).unwrap();
+    let mut session = Session::new(plan);
+    session.start(&Request::new(&[1])).unwrap();
+    let (_, mut picks) = session.prefill().unwrap();
+    picks.skip();
+    assert!(matches!(session.prefilled(), Err(Error::Token { field: "picks", index: 0, .. })));
+    let (_, mut picks) = session.prefill().unwrap();
+    picks.push(2);
+    session.prefilled().unwrap();
+    let (_, proposal) = session.proposal().unwrap();
+    proposal.push(&[4, 5], &[-0.5, -1.0]).unwrap();
+    session.proposed().unwrap();
+    let (_, mut picks) = session.verification().unwrap();
+    picks.push(5);
+    assert!(!picks.wanted());
+    picks.skip();
+    assert!(picks.wanted());
+    picks.skip();
+    assert!(matches!(session.verified(), Err(Error::Token { field: "picks", index: 2, .. })));
+    let (_, mut picks) = session.verification().unwrap();
+    picks.extend(&[5, 0]);
+    picks.push_logits(&[0.0, 3.0]).unwrap();
+    session.verified().unwrap();
+    assert_eq!(session.outcome().unwrap().tokens(), [5, 1]);
+}

@@ -7,18 +7,18 @@ const RHYME: &[u8] = b"This is the cat that killed the rat that ate the malt in 
 
 /// The target. An engine holds its model and its KV cache here.
 #[derive(Default)]
-struct Reciter {
+pub struct Reciter {
     cache: Vec<u32>,    // one row per committed token
     verified: Vec<u32>, // rows of the last verification, not committed yet
 }
 
-/// The forward pass of one token: continues the longest match of `context` in the rhyme.
+/// The forward pass: continues the longest match of `context` in the rhyme, again and again.
 fn next(context: &[u32]) -> u32 {
     let matching = |end: &usize| {
         let pairs = RHYME[..*end].iter().rev().zip(context.iter().rev());
         pairs.take_while(|&(&known, &token)| u32::from(known) == token).count()
     };
-    RHYME[(0..RHYME.len()).rev().max_by_key(matching).unwrap_or(0)].into()
+    RHYME[(1..=RHYME.len()).rev().max_by_key(matching).unwrap_or(0) % RHYME.len()].into()
 }
 
 impl Verifier for Reciter {
@@ -86,7 +86,7 @@ impl<F> Drafter<F> for Bigrams {
     }
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let request = Request::new(&b"This".map(u32::from)).max_new_tokens(160);
     for algorithm in Algorithm::ALL {
         let engine = (Reciter::default(), Bigrams(Vec::new()));

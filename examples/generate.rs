@@ -262,7 +262,7 @@ fn summary(session: &Session, prompt_len: usize, wall: Duration) -> String {
     };
 
     let mut lines = vec![
-        String::from("\n"),
+        String::new(), // ends the line of the text
         format!("{} tokens{finish}", session.generated().len()),
         format!(
             "{per_second:.1} tokens/s after {:.1} ms for the prompt's {prompt_len}",

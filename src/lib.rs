@@ -62,6 +62,8 @@
 //! # Features
 //!
 //! * `candle` (default): the backend in [`candle`].
+//! * `conformance` (default): the checks for engines in [`conformance`]. No
+//!   dependencies.
 //! * `cuda`: that backend on NVIDIA GPUs; needs a CUDA toolkit to build.
 //! * `serde`: `Serialize` and `Deserialize` for settings, statistics and traces.
 //! * `tracing`: an event for every plan and round that is not what was asked
@@ -91,10 +93,13 @@ mod mask;
 mod plan;
 mod proposal;
 mod session;
+mod state;
 mod stats;
 mod verifier;
 mod walk;
 
+#[cfg(feature = "conformance")]
+#[cfg_attr(docsrs, doc(cfg(feature = "conformance")))]
 pub mod conformance;
 pub mod layout;
 pub mod sample;
@@ -117,6 +122,7 @@ pub use plan::{Plan, Reason};
 pub use proposal::Proposal;
 pub use sample::{Constraint, PickRule, Sampling, TokenPath};
 pub use session::{Finish, Need, Session};
+pub use state::StatePlan;
 pub use stats::{RoundStats, RoundTrace, RunStats, ShadowStats, Stage};
 pub use top_k::TopK;
 pub use tree::{BestFirst, DraftTree, Expand, Filter, TreeSettings};

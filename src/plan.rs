@@ -40,11 +40,14 @@ pub enum Reason {
     /// The host asked for a round without a draft
     /// ([`Session::skip_proposal`](crate::Session::skip_proposal)).
     Skipped,
+    /// The host kept only a part of the tree
+    /// ([`Session::truncate_tree`](crate::Session::truncate_tree)).
+    Truncated,
 }
 
 impl Reason {
     /// All reasons.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::CausalAttention,
         Self::NoHorizon,
         Self::ZeroBudget,
@@ -54,6 +57,7 @@ impl Reason {
         Self::LastToken,
         Self::CacheLimit,
         Self::Skipped,
+        Self::Truncated,
     ];
 
     /// Short name in snake case.
@@ -68,6 +72,7 @@ impl Reason {
             Self::LastToken => "last_token",
             Self::CacheLimit => "cache_limit",
             Self::Skipped => "skipped",
+            Self::Truncated => "truncated",
         }
     }
 }

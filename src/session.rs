@@ -502,6 +502,33 @@ impl Session {
         Ok(())
     }
 
+    /// The tree of the round, while it waits for its verification.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a verification.
+    pub fn tree(&self) -> Result<&DraftTree, Error> {
+        self.expect(Need::Verification, "tree")?;
+        Ok(&self.tree)
+    }
+
+    /// Keeps only the first `nodes` nodes of the round's tree: when sequences of
+    /// a batch [share a budget](crate::tree::SharedBudget), or the host has less
+    /// room than it planned with. No effect if there are no more.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a verification.
+    pub fn truncate_tree(&mut self, nodes: usize) -> Result<(), Error> {
+        self.expect(Need::Verification, "truncate_tree")?;
+        if nodes < self.tree.nodes() {
+            self.tree.truncate(nodes);
+            self.round.reason = Some(Reason::Truncated);
+            self.tree_ready();
+        }
+        Ok(())
+    }
+
     /// The tree to verify, and where its picks go.
     ///
     /// # Errors

@@ -78,7 +78,8 @@ pub enum MaskForm {
 pub enum Recurrence {
     /// There are none.
     None,
-    /// Every slot starts from the state after its parent.
+    /// Every slot starts from the state after its parent, as a
+    /// [`StatePlan`](crate::StatePlan) says.
     ExactTrees,
     /// Slots run one after another, and a state can be restored. Exact for
     /// chains; on a tree, state leaks between siblings.
@@ -198,6 +199,7 @@ impl<'a> Round<'a> {
 #[derive(Debug)]
 pub struct Picks<'a> {
     ids: &'a mut Vec<u32>,
+    leads: Option<&'a mut Vec<f32>>,
     context: Option<PickContext<'a>>,
 }
 
@@ -240,13 +242,23 @@ impl<'a> Picks<'a> {
     /// request's settings.
     pub fn new(ids: &'a mut Vec<u32>) -> Self {
         ids.clear();
-        Self { ids, context: None }
+        Self { ids, leads: None, context: None }
+    }
+
+    /// Collects into `ids`, and into `leads` by how much the best logit of every
+    /// slot leads the second one; NaN where a token id was handed over. A pick
+    /// that differs from another run's at a small lead is a near-tie, in which
+    /// floating point decides; at a large one it is a fault.
+    pub fn with_leads(ids: &'a mut Vec<u32>, leads: &'a mut Vec<f32>) -> Self {
+        ids.clear();
+        leads.clear();
+        Self { ids, leads: Some(leads), context: None }
     }
 
     pub(crate) fn with(ids: &'a mut Vec<u32>, context: PickContext<'a>) -> Self {
         ids.clear();
         *context.by_id = false;
-        Self { ids, context: Some(context) }
+        Self { ids, leads: None, context: Some(context) }
     }
 
     /// What picks have to honour. Token ids may be handed over if this is not
@@ -297,6 +309,9 @@ impl<'a> Picks<'a> {
     /// Adds the picks of the next slots.
     pub fn extend(&mut self, tokens: &[u32]) {
         self.ids.extend_from_slice(tokens);
+        if let Some(leads) = &mut self.leads {
+            leads.resize(self.ids.len(), f32::NAN);
+        }
         if let Some(context) = &mut self.context {
             *context.by_id = true;
         }
@@ -327,6 +342,11 @@ impl<'a> Picks<'a> {
             _ => top_k::argmax(logits).map_err(|source| Error::Logits { row: slot, source })?.0,
         };
         self.ids.push(token);
+        if let Some(leads) = &mut self.leads {
+            let (before, after) = logits.split_at(token as usize);
+            let (best, others) = (after[0], before.iter().chain(&after[1..]));
+            leads.push(best - others.copied().fold(f32::NEG_INFINITY, f32::max));
+        }
         Ok(())
     }
 

@@ -8,7 +8,8 @@ use std::{
 
 use ddtree::{
     Acceptance, Algorithm, AncestorMask, BestFirst, Capabilities, CommitPlan, Config, DraftTree,
-    Need, PickRule, Plan, Proposal, Request, Sampling, Session, TreeSettings, tree::chain, walk,
+    Need, PickRule, Plan, Proposal, Request, Sampling, Session, StatePlan, TreeSettings,
+    tree::chain, walk,
 };
 
 /// Counts what the current thread asks for: tests run side by side.
@@ -202,6 +203,7 @@ fn parts_that_are_reused_allocate_nothing() {
     let mut mask = AncestorMask::new();
     let mut outcome = Acceptance::new();
     let mut plan = CommitPlan::new();
+    let mut states = StatePlan::new(3);
     let mut picks = Vec::new();
     let mut run = |budget: usize, start: usize| {
         proposal.clear();
@@ -216,6 +218,8 @@ fn parts_that_are_reused_allocate_nothing() {
         walk(&tree, &picks, &mut outcome).unwrap();
         plan.set(start, &outcome);
         std::hint::black_box(plan.moves().count());
+        states.set(&tree);
+        states.accept(plan.slots()).unwrap();
         chain::build(&proposal, HORIZON, &mut tree);
         outcome.accepted()
     };
@@ -245,11 +249,13 @@ fn room_made_ahead_saves_the_first_round_its_allocations() {
     let mut mask = AncestorMask::new();
     let mut outcome = Acceptance::new();
     let mut plan = CommitPlan::new();
+    let mut states = StatePlan::new(3);
     builder.reserve(budget);
     tree.reserve(budget + 1);
     mask.reserve(budget + 1);
     outcome.reserve(HORIZON);
     plan.reserve(HORIZON);
+    states.reserve(budget + 1);
     let mut picks = vec![0; budget + 1];
     let first = allocations(|| {
         for spine in [false, true] {
@@ -262,6 +268,8 @@ fn room_made_ahead_saves_the_first_round_its_allocations() {
             }
             walk(&tree, &picks, &mut outcome).unwrap();
             plan.set(9, &outcome);
+            states.set(&tree);
+            states.accept(plan.slots()).unwrap();
         }
     });
     assert_eq!(first, 0);

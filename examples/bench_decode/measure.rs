@@ -129,6 +129,7 @@ impl Bench {
             positions: &positions,
             start: 0,
             mask: None,
+            tree: None,
             want: Want::Last,
             taps: &[],
         };

@@ -12,7 +12,7 @@ use super::{device::DeviceArgs, text::Text};
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/tiny-qwen3");
 
 /// Options that choose the models.
-#[derive(Clone, Debug, clap::Args)]
+#[derive(Clone, Debug, Default, PartialEq, clap::Args)]
 pub struct ModelArgs {
     /// Target: a checkpoint folder, a .gguf file, or a hub repository such as Qwen/Qwen3-4B (needs
     /// `--features hub`) [default: the tiny pair of this repository]

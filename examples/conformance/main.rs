@@ -8,7 +8,10 @@ mod compare;
 mod golden;
 mod replay;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{
+    path::{Path, PathBuf},
+    process::ExitCode,
+};
 
 use anyhow::{Context, Result};
 use clap::Parser;
@@ -17,13 +20,17 @@ use ddtree::Algorithm;
 use golden::{Build, Decode, Golden, Settings};
 use indicatif::{ProgressBar, ProgressStyle};
 
+/// Where the pairs are that come with the repository.
+const MODELS: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models");
+
 /// Replays golden files: trees that were built, and texts that were generated, by the published
 /// reference implementation.
 ///
 /// A case is one tree, or one prompt in one mode (ar, chain, or a tree budget). A text passes if its
 /// tokens, its acceptance lengths and every round's tree and path are the reference's. Trees may differ in near
 /// ties (path sums that differ by less than 1e-4), which are reported. The last line is
-/// `N passed, N failed`; the exit code is 1 if any failed, 2 if a file or a model cannot be read.
+/// `N passed, N failed`. Where no models are named, `decode-NAME.json` runs on the pair NAME of this
+/// repository if there is one. The exit code is 1 if any failed, 2 if a file or a model cannot be read.
 #[derive(Debug, Parser)]
 #[command(after_help = "Examples:
   conformance tests/goldens/*.json
@@ -61,18 +68,19 @@ fn run(args: &Args) -> Result<usize> {
         golden.map(|golden| (path.display().to_string(), golden))
     };
     let files: Vec<(String, Golden)> = args.files.iter().map(read).collect::<Result<_>>()?;
-    let mut models = None;
+    let mut models: Option<(ModelArgs, Models)> = None;
     let mut report = Report::new(files.iter().map(|(_, golden)| golden.len()).sum());
-    for (file, golden) in &files {
+    for ((file, golden), path) in files.iter().zip(&args.files) {
         match golden {
             Golden::Builds(cases) => builds(file, cases, &mut report),
             Golden::Decodes { settings, cases } => {
+                let wanted = pair_of(path, &args.models);
                 let models = match &mut models {
-                    Some(models) => models,
-                    None => {
-                        let loaded = Models::load(&args.models, &args.device, true, true)?;
+                    Some((loaded, models)) if *loaded == wanted => models,
+                    models => {
+                        let loaded = Models::load(&wanted, &args.device, true, true)?;
                         eprintln!("{} ({})", loaded.name, args.device.describe());
-                        models.insert(loaded)
+                        &mut models.insert((wanted, loaded)).1
                     }
                 };
                 decodes(file, settings, cases, models, &mut report)?;
@@ -80,6 +88,20 @@ fn run(args: &Args) -> Result<usize> {
         }
     }
     Ok(report.finish())
+}
+
+/// The models for a golden file. Where none are named, `decode-NAME.json` runs on the pair `NAME` of
+/// this repository, if it has one.
+fn pair_of(file: &Path, named: &ModelArgs) -> ModelArgs {
+    let name = file.file_stem().and_then(|stem| stem.to_str()?.strip_prefix("decode-"));
+    let folder = name.map(|name| Path::new(MODELS).join(name)).filter(|folder| folder.is_dir());
+    match folder {
+        Some(folder) if *named == ModelArgs::default() => {
+            let part = |part| Some(folder.join(part).display().to_string());
+            ModelArgs { target: part("target"), drafter: part("drafter") }
+        }
+        _ => named.clone(),
+    }
 }
 
 fn builds(file: &str, cases: &[Build], report: &mut Report) {
@@ -188,11 +210,8 @@ impl Report {
     fn finish(self) -> usize {
         self.progress.finish_and_clear();
         if self.near_ties > 0 {
-            println!(
-                "{} near ties tolerated (path sums within {:e})",
-                self.near_ties,
-                compare::NEAR
-            );
+            let near = compare::NEAR;
+            println!("near ties tolerated: {} (path sums within {near:e})", self.near_ties);
         }
         println!("{} passed, {} failed", self.passed, self.failed);
         self.failed

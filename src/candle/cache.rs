@@ -2,12 +2,15 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{Error, Result};
+use super::config::DeltaNetConfig;
+use super::state_cache::{State, StateCache};
+use super::{Error, Result, StateMethod};
 
 /// Rows that a cache holds at first, before it doubles.
 const INITIAL_ROWS: usize = 256;
 
-/// The keys and values of every layer, `[kv_heads, capacity, head_dim]` each.
+/// What one sequence has accumulated: the keys and values of every attention layer,
+/// `[kv_heads, capacity, head_dim]` each, and the states of recurrent layers. Both move together.
 ///
 /// Rows `0..len()` are committed: row `r` belongs to the token at position `r`. A forward pass
 /// writes its rows behind them without moving `len`, so an abandoned or failed pass leaves the
@@ -18,6 +21,7 @@ const INITIAL_ROWS: usize = 256;
 #[derive(Debug)]
 pub struct KvCache {
     layers: Vec<LayerCache>,
+    states: Option<StateCache>,
     len: usize,
     max_len: usize,
 }
@@ -46,7 +50,21 @@ impl KvCache {
                 })
             })
             .collect::<Result<_>>()?;
-        Ok(Self { layers, len: 0, max_len })
+        Ok(Self { layers, states: None, len: 0, max_len })
+    }
+
+    /// The same cache with states beside the rows.
+    pub(crate) fn with_states(mut self, states: StateCache) -> Self {
+        self.states = Some(states);
+        self
+    }
+
+    pub(crate) fn delta_net(&self) -> Option<&DeltaNetConfig> {
+        self.states.as_ref().map(StateCache::shape)
+    }
+
+    pub(crate) fn states_mut(&mut self) -> Option<&mut StateCache> {
+        self.states.as_mut()
     }
 
     /// Committed rows, equal to the position of the next token.
@@ -64,42 +82,114 @@ impl KvCache {
         self.max_len
     }
 
-    /// How many layers have rows here.
+    /// How many layers have rows here: those with attention.
     pub fn num_layers(&self) -> usize {
         self.layers.len()
     }
 
-    /// Bytes held by the buffers.
+    /// Bytes held by rows, states and what a tree in progress keeps.
     pub fn memory_usage(&self) -> usize {
-        self.layers
+        let (committed, kept) = self.state_memory();
+        let rows: usize = self
+            .layers
             .iter()
             .flat_map(|layer| [&layer.keys, &layer.values])
             .map(|t| t.elem_count() * t.dtype().size_in_bytes())
-            .sum()
+            .sum();
+        rows + committed + kept
+    }
+
+    /// Bytes of the committed states of recurrent layers, and bytes that they keep of the slots of
+    /// the last tree.
+    pub fn state_memory(&self) -> (usize, usize) {
+        self.states.as_ref().map_or((0, 0), StateCache::memory_usage)
+    }
+
+    /// How many layers have states here: the recurrent ones.
+    pub fn num_recurrent_layers(&self) -> usize {
+        self.states.as_ref().map_or(0, StateCache::num_layers)
+    }
+
+    /// What recurrent layers keep of a tree; a pass in progress is dropped. No effect without such
+    /// layers.
+    pub fn set_state_method(&mut self, method: StateMethod) {
+        if let Some(states) = &mut self.states {
+            states.set_method(method);
+        }
+    }
+
+    /// A copy of the committed state of a recurrent layer (counted among those only),
+    /// `[value_heads, key_dim, value_dim]`, f32 on the CPU.
+    ///
+    /// # Errors
+    /// `layer` is out of range.
+    pub fn recurrent_state(&self, layer: usize) -> Result<Tensor> {
+        let (shape, state) = self.recurrent_layer(layer)?;
+        let dims = (shape.value_heads, shape.key_dim, shape.value_dim);
+        Ok(Tensor::from_slice(&state.recurrent, dims, &Device::Cpu)?)
+    }
+
+    /// A copy of the last inputs of the convolution of a recurrent layer (counted among those only),
+    /// oldest first, `[kernel - 1, channels]`, f32 on the CPU; zero where there was none yet.
+    ///
+    /// # Errors
+    /// `layer` is out of range.
+    pub fn conv_window(&self, layer: usize) -> Result<Tensor> {
+        let (shape, state) = self.recurrent_layer(layer)?;
+        let dims = (shape.conv_kernel - 1, shape.channels());
+        Ok(Tensor::from_slice(&state.window, dims, &Device::Cpu)?)
+    }
+
+    fn recurrent_layer(&self, layer: usize) -> Result<(&DeltaNetConfig, &State)> {
+        let found = self.states.as_ref().and_then(|s| Some((s.shape(), s.committed(layer)?)));
+        found.ok_or_else(|| {
+            let accepted = format!("a recurrent layer below {}", self.num_recurrent_layers());
+            Error::argument("layer", layer, accepted)
+        })
     }
 
     /// Forgets the rows from `len` on. Costs nothing; the buffers stay.
     ///
     /// # Errors
-    /// `len` is larger than [`len()`](Self::len).
+    /// `len` is larger than [`len()`](Self::len); or there are recurrent layers, whose states of
+    /// earlier rows are gone, and `len` is neither that nor 0.
     pub fn truncate(&mut self, len: usize) -> Result<()> {
         if len > self.len {
             return Err(Error::argument("len", len, format!("at most {} rows", self.len)));
+        }
+        if let Some(states) = &mut self.states {
+            if len != 0 && len != self.len {
+                let accepted = format!("0 or {}, as recurrent states have no history", self.len);
+                return Err(Error::argument("len", len, accepted));
+            }
+            if len == 0 {
+                states.clear();
+            }
+            states.drop_pass();
         }
         self.len = len;
         Ok(())
     }
 
-    /// Commits the next `rows` rows as a forward pass wrote them.
+    /// Commits the next `rows` rows as forward passes without a tree wrote them.
     ///
     /// # Errors
-    /// That many rows have never been written.
+    /// That many rows have never been written; or there are recurrent layers and the last pass did
+    /// not end at the last of these rows.
     pub fn extend(&mut self, rows: usize) -> Result<()> {
         let room = self.capacity() - self.len;
         if rows > room {
             return Err(Error::argument("rows", rows, format!("at most {room} written rows")));
         }
-        self.len += rows;
+        let end = self.len + rows;
+        if let Some(states) = &mut self.states {
+            if !states.runs_to(end) {
+                let accepted = "rows up to the end of the last pass without a tree";
+                return Err(Error::argument("rows", rows, accepted));
+            }
+            states.extend();
+        }
+        self.len = end;
         Ok(())
     }
 
@@ -109,7 +199,8 @@ impl KvCache {
     /// row moves towards the front or stays. An identity prefix is not touched.
     ///
     /// # Errors
-    /// `base` is not the committed length, `slots` do not rise strictly or lie outside the buffer.
+    /// `base` is not the committed length, `slots` do not rise strictly or lie outside the buffer; or
+    /// there are recurrent layers and `slots` is no path of the tree that was run last.
     /// No row has moved then. An error from candle while rows move leaves the committed rows
     /// `0..base` intact and the length unmoved.
     pub fn commit(&mut self, base: usize, slots: &[u32]) -> Result<()> {
@@ -133,6 +224,9 @@ impl KvCache {
                 format!("slots below {} (rows written by a forward pass)", capacity - base),
             ));
         }
+        if let Some(states) = &mut self.states {
+            states.accept(base, slots)?;
+        }
         let kept = slots.iter().enumerate().take_while(|&(i, &slot)| i == slot as usize).count();
         if kept < slots.len() {
             let rows: Vec<u32> = slots[kept..].iter().map(|&slot| base as u32 + slot).collect();
@@ -143,6 +237,9 @@ impl KvCache {
                     buffer.slice_set(&buffer.index_select(&rows, 1)?, 1, base + kept)?;
                 }
             }
+        }
+        if let Some(states) = &mut self.states {
+            states.commit();
         }
         self.len = base + slots.len();
         Ok(())
@@ -172,7 +269,7 @@ impl KvCache {
 
     fn capacity(&self) -> usize {
         let buffers = self.layers.iter().flat_map(|l| [&l.keys, &l.values]);
-        buffers.map(|buffer| buffer.dims()[1]).min().unwrap_or(0)
+        buffers.map(|buffer| buffer.dims()[1]).min().unwrap_or(self.max_len)
     }
 
     /// Makes room for `rows` rows.

@@ -17,22 +17,34 @@ pub enum Architecture {
     Qwen2,
     /// `Qwen3ForCausalLM`.
     Qwen3,
+    /// `Qwen3_5ForCausalLM`: Qwen3.5's text model, which alternates gated delta nets and gated
+    /// attention.
+    Qwen3_5,
 }
 
 impl Architecture {
-    const ALL: [(Architecture, &'static str, &'static str); 3] = [
+    const ALL: [(Architecture, &'static str, &'static str); 5] = [
         (Architecture::Llama, "LlamaForCausalLM", "llama"),
         (Architecture::Qwen2, "Qwen2ForCausalLM", "qwen2"),
         (Architecture::Qwen3, "Qwen3ForCausalLM", "qwen3"),
+        (Architecture::Qwen3_5, "Qwen3_5ForCausalLM", "qwen3_5_text"),
+        (Architecture::Qwen3_5, "Qwen3_5ForConditionalGeneration", "qwen3_5"),
     ];
 
-    /// From `model_type` of a configuration or `general.architecture` of a GGUF file.
-    pub(crate) fn from_model_type(field: &str, found: &str) -> Result<Self> {
-        Self::ALL
-            .iter()
-            .find(|(_, _, model_type)| *model_type == found)
-            .map(|(architecture, ..)| *architecture)
-            .ok_or_else(|| Error::config(field, quoted(found), "llama, qwen2, qwen3"))
+    fn from_model_type(found: &str) -> Result<Self> {
+        let known = Self::ALL.iter().find(|(_, _, model_type)| *model_type == found);
+        known.map(|(architecture, ..)| *architecture).ok_or_else(|| {
+            let accepted = "llama, qwen2, qwen3, qwen3_5_text, qwen3_5";
+            Error::config("model_type", quoted(found), accepted)
+        })
+    }
+
+    /// From `general.architecture` of a GGUF file.
+    pub(crate) fn from_gguf(field: &str, found: &str) -> Result<Self> {
+        match Self::from_model_type(found) {
+            Ok(architecture) if architecture != Architecture::Qwen3_5 => Ok(architecture),
+            _ => Err(Error::config(field, quoted(found), "llama, qwen2, qwen3")),
+        }
     }
 }
 
@@ -90,6 +102,8 @@ pub struct DecoderConfig {
     /// One entry per layer: the window of a sliding layer (a row sees that many positions, itself
     /// included), nothing for full attention.
     pub layer_windows: Vec<Option<usize>>,
+    /// Layers other than plain attention, if the family has them.
+    pub hybrid: Option<Hybrid>,
     /// Tokens that end a text; `generation_config.json` wins over `config.json`.
     pub eos_token_ids: Vec<u32>,
     /// The token that starts a text, if the checkpoint names one.
@@ -133,7 +147,7 @@ impl DecoderConfig {
         let fields = Fields::new(map);
         let model_type = fields.str("model_type")?;
         let architecture = match fields.value("architectures") {
-            None => Architecture::from_model_type("model_type", model_type.unwrap_or("(absent)"))?,
+            None => Architecture::from_model_type(model_type.unwrap_or("(absent)"))?,
             Some(found) => {
                 let (architecture, _, expected) = Architecture::ALL
                     .into_iter()
@@ -144,7 +158,8 @@ impl DecoderConfig {
                         Error::config(
                             "architectures",
                             found,
-                            "one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM",
+                            "one of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM, \
+                             Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration",
                         )
                     })?;
                 if let Some(found) = model_type.filter(|found| *found != expected) {
@@ -153,13 +168,24 @@ impl DecoderConfig {
                 architecture
             }
         };
-        Self::from_fields(&fields, architecture)
+        // A model that also sees images describes its text model in an object of its own.
+        match fields.object("text_config")? {
+            Some(text) if architecture == Architecture::Qwen3_5 => {
+                let mut config = Self::from_fields(&text, architecture)?;
+                if let Some(tied) = fields.opt_bool("tie_word_embeddings")? {
+                    config.tie_word_embeddings = tied;
+                }
+                Ok(config)
+            }
+            _ => Self::from_fields(&fields, architecture),
+        }
     }
 
     /// Reads the keys of an `architecture` whatever `architectures` and `model_type` say: drafters
     /// reuse Qwen3's keys under a name of their own.
     pub(crate) fn from_fields(fields: &Fields<'_>, architecture: Architecture) -> Result<Self> {
         let llama = architecture == Architecture::Llama;
+        let hybrid = architecture == Architecture::Qwen3_5;
         let act = fields.str("hidden_act")?.unwrap_or("silu");
         if act != "silu" {
             return Err(Error::config("hidden_act", quoted(act), "silu"));
@@ -191,7 +217,7 @@ impl DecoderConfig {
         };
         let max_position_embeddings = fields.positive("max_position_embeddings")?;
         let (rope, max_positions) =
-            rope_config(fields, head_dim, max_position_embeddings, llama.then_some(10_000.0))?;
+            rope_config(fields, architecture, head_dim, max_position_embeddings)?;
         let num_layers = fields.positive("num_hidden_layers")?;
         let attention_bias = fields.bool("attention_bias", false)?;
         let bos = fields.token_ids("bos_token_id")?;
@@ -210,8 +236,13 @@ impl DecoderConfig {
             qkv_bias: attention_bias || architecture == Architecture::Qwen2,
             o_bias: attention_bias && architecture != Architecture::Qwen2,
             mlp_bias: llama && fields.bool("mlp_bias", false)?,
-            qk_norm: architecture == Architecture::Qwen3,
-            layer_windows: layer_windows(fields, num_layers, !llama)?,
+            qk_norm: architecture == Architecture::Qwen3 || hybrid,
+            layer_windows: if hybrid {
+                vec![None; num_layers]
+            } else {
+                layer_windows(fields, num_layers, !llama)?
+            },
+            hybrid: if hybrid { Some(Hybrid::from_fields(fields, num_layers)?) } else { None },
             eos_token_ids: fields.token_ids("eos_token_id")?,
             bos_token_id: bos.first().copied(),
         })
@@ -220,6 +251,114 @@ impl DecoderConfig {
     /// Number of decoder layers.
     pub fn num_layers(&self) -> usize {
         self.layer_windows.len()
+    }
+}
+
+/// The layers of a Qwen3.5 text model: gated delta nets, and between them attention whose output is
+/// gated. Its norms are zero-centred: they multiply by 1 + weight.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Hybrid {
+    /// The layers (0-based, ascending) that are gated delta nets; the others are attention.
+    pub linear_layers: Vec<usize>,
+    /// Sizes of the gated delta nets.
+    pub delta_net: DeltaNetConfig,
+}
+
+/// Sizes of a gated delta net.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct DeltaNetConfig {
+    /// Heads of queries and keys.
+    pub key_heads: usize,
+    /// Heads of values and states; a multiple of `key_heads`, in groups that share a key head.
+    pub value_heads: usize,
+    /// Width of a query or key head; rows of a head's state.
+    pub key_dim: usize,
+    /// Width of a value head; columns of a head's state.
+    pub value_dim: usize,
+    /// Inputs that the causal convolution reads, the current one included.
+    pub conv_kernel: usize,
+}
+
+impl DeltaNetConfig {
+    /// Channels of the convolution: queries, keys and values.
+    pub fn channels(&self) -> usize {
+        2 * self.key_heads * self.key_dim + self.value_size()
+    }
+
+    /// Values of all heads of one row.
+    pub fn value_size(&self) -> usize {
+        self.value_heads * self.value_dim
+    }
+
+    /// Elements of a layer's state, `[value_heads, key_dim, value_dim]`.
+    pub fn state_len(&self) -> usize {
+        self.value_heads * self.head_state_len()
+    }
+
+    pub(crate) fn head_state_len(&self) -> usize {
+        self.key_dim * self.value_dim
+    }
+
+    /// Value heads that share a key head.
+    pub(crate) fn group(&self) -> usize {
+        self.value_heads / self.key_heads
+    }
+
+    /// The convolution's input `index` of a pass, or for a negative one (-1 the last) of the window
+    /// before it.
+    pub(crate) fn input<'a>(&self, window: &'a [f32], inputs: &'a [f32], index: i32) -> &'a [f32] {
+        let channels = self.channels();
+        match usize::try_from(index) {
+            Ok(row) => &inputs[row * channels..][..channels],
+            Err(_) => {
+                let back = index.unsigned_abs() as usize * channels;
+                &window[window.len() - back..][..channels]
+            }
+        }
+    }
+}
+
+impl Hybrid {
+    fn from_fields(fields: &Fields<'_>, num_layers: usize) -> Result<Self> {
+        if !fields.bool("attn_output_gate", true)? {
+            return Err(Error::config("attn_output_gate", false, "true"));
+        }
+        let linear: Vec<bool> = match fields.value("layer_types") {
+            None => {
+                let interval = fields.opt_positive("full_attention_interval")?.unwrap_or(4);
+                (1..=num_layers).map(|layer| layer % interval != 0).collect()
+            }
+            Some(found) => {
+                let kind = |found: &Value| match found.as_str() {
+                    Some("linear_attention") => Some(true),
+                    Some("full_attention") => Some(false),
+                    _ => None,
+                };
+                let types = found.as_array().filter(|types| types.len() == num_layers);
+                types.and_then(|types| types.iter().map(kind).collect()).ok_or_else(|| {
+                    let accepted = format!("{num_layers} of linear_attention and full_attention");
+                    Error::config("layer_types", found, accepted)
+                })?
+            }
+        };
+        let delta_net = DeltaNetConfig {
+            key_heads: fields.positive("linear_num_key_heads")?,
+            value_heads: fields.positive("linear_num_value_heads")?,
+            key_dim: fields.positive("linear_key_head_dim")?,
+            value_dim: fields.positive("linear_value_head_dim")?,
+            conv_kernel: fields.positive("linear_conv_kernel_dim")?,
+        };
+        if !delta_net.value_heads.is_multiple_of(delta_net.key_heads) {
+            return Err(Error::config(
+                "linear_num_value_heads",
+                delta_net.value_heads,
+                format!("a multiple of linear_num_key_heads = {}", delta_net.key_heads),
+            ));
+        }
+        let linear_layers = (0..num_layers).filter(|&layer| linear[layer]).collect();
+        Ok(Self { linear_layers, delta_net })
     }
 }
 
@@ -286,10 +425,12 @@ fn layer_windows(
 /// `rope_theta`; an inner `rope_theta` wins over the top-level one, as it does there.
 fn rope_config(
     fields: &Fields<'_>,
+    architecture: Architecture,
     head_dim: usize,
     max_positions: usize,
-    default_theta: Option<f64>,
 ) -> Result<(RopeConfig, usize)> {
+    let default_theta = (architecture == Architecture::Llama).then_some(10_000.0);
+    let default_part = if architecture == Architecture::Qwen3_5 { 0.25 } else { 1.0 };
     let (old, new) = (fields.object("rope_scaling")?, fields.object("rope_parameters")?);
     let none = Map::new();
     let rope = match (old, new) {
@@ -314,7 +455,7 @@ fn rope_config(
     let part =
         match (rope.opt_f64("partial_rotary_factor")?, fields.opt_f64("partial_rotary_factor")?) {
             (Some(part), _) | (None, Some(part)) => part,
-            (None, None) => 1.0,
+            (None, None) => default_part,
         };
     let rotary_dim = (head_dim as f64 * part) as usize;
     if !(part > 0.0 && part <= 1.0) || rotary_dim == 0 || !rotary_dim.is_multiple_of(2) {
@@ -389,8 +530,11 @@ fn rope_config(
         }
         other => return Err(Error::config(rope.name("rope_type"), quoted(other), ROPE_TYPES)),
     };
-    let unknown =
-        |key: &&String| !COMMON_ROPE_KEYS.contains(&key.as_str()) && !keys.contains(&key.as_str());
+    let unknown = |key: &&String| {
+        let key = key.as_str();
+        let sections = architecture == Architecture::Qwen3_5 && MROPE_KEYS.contains(&key);
+        !COMMON_ROPE_KEYS.contains(&key) && !keys.contains(&key) && !sections
+    };
     if let Some(key) = rope.map.keys().find(unknown) {
         return Err(Error::config(
             rope.name(key),
@@ -403,6 +547,8 @@ fn rope_config(
 
 const ROPE_TYPES: &str = "default, linear, dynamic, llama3, yarn";
 const COMMON_ROPE_KEYS: &[&str] = &["rope_type", "type", "rope_theta", "partial_rotary_factor"];
+/// How frequencies are shared between time, height and width; all three are the same for text.
+const MROPE_KEYS: &[&str] = &["mrope_section", "mrope_interleaved"];
 const YARN_KEYS: &[&str] = &[
     "factor",
     "original_max_position_embeddings",
@@ -475,12 +621,12 @@ impl<'a> Fields<'a> {
         self.typed(key, "a string", Value::as_str)
     }
 
-    pub(crate) fn bool(&self, key: &str, default: bool) -> Result<bool> {
-        Ok(self.typed(key, "true or false", Value::as_bool)?.unwrap_or(default))
-    }
-
     pub(crate) fn opt_bool(&self, key: &str) -> Result<Option<bool>> {
         self.typed(key, "true or false", Value::as_bool)
+    }
+
+    pub(crate) fn bool(&self, key: &str, default: bool) -> Result<bool> {
+        Ok(self.opt_bool(key)?.unwrap_or(default))
     }
 
     pub(crate) fn opt_usizes(&self, key: &str) -> Result<Option<Vec<usize>>> {

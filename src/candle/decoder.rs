@@ -5,13 +5,16 @@ use std::path::Path;
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::{Module, RmsNorm};
 
-use super::attention::LayerMask;
+use super::attention::{LayerMask, Segment};
+use super::delta_net::GatedDeltaNet;
+use super::gated_attention::GatedAttention;
 use super::layers::{self, AttentionParts, Embedding, Heads, LmHead, Mlp, SelfAttention};
 use super::rope::RopeTable;
+use super::state_cache::StateCache;
 use super::{DecoderConfig, Error, Gguf, KvCache, Result, Rounding, Weights};
-use crate::AncestorMask;
+use crate::{AncestorMask, DraftTree};
 
-/// A Llama, Qwen2 or Qwen3 model.
+/// A Llama, Qwen2, Qwen3 or Qwen3.5 model.
 ///
 /// Weights are immutable and shared by clones; what a sequence accumulates is in a [`KvCache`] of its
 /// own, made by [`new_cache`](Self::new_cache).
@@ -24,15 +27,27 @@ pub struct DecoderModel {
     lm_head: LmHead,
     rope: RopeTable,
     dtype: DType,
+    /// What norms over the residual stream apply to.
+    norm_dtype: DType,
     device: Device,
 }
 
 #[derive(Debug, Clone)]
 struct Layer {
     input_norm: RmsNorm,
-    attention: SelfAttention,
+    mixer: Mixer,
+    /// Its number among the layers that a cache counts with it: attention or recurrent.
+    cached: usize,
     post_norm: RmsNorm,
     mlp: Mlp,
+}
+
+/// How the rows of a layer read each other.
+#[derive(Debug, Clone)]
+enum Mixer {
+    Attention(SelfAttention),
+    Gated(GatedAttention),
+    DeltaNet(GatedDeltaNet),
 }
 
 /// One forward pass over `n` new rows.
@@ -47,11 +62,27 @@ pub struct Forward<'a> {
     pub start: usize,
     /// Which new rows see each other; nothing means that each sees itself and all before it.
     pub mask: Option<&'a AncestorMask>,
+    /// The shape that recurrent layers follow, and whose slots [`KvCache::commit`] can choose from.
+    /// Without it they run the rows one after another, and only the end can be committed
+    /// ([`KvCache::extend`]). Other layers do not read it.
+    pub tree: Option<&'a DraftTree>,
     /// The rows whose logits are wanted.
     pub want: Want<'a>,
     /// Layers (0-based) whose output is captured: the residual stream after the layer, which
     /// transformers calls `hidden_states[id + 1]`.
     pub taps: &'a [usize],
+}
+
+impl Forward<'_> {
+    /// Number of rows whose logits are computed.
+    fn wanted(&self) -> usize {
+        match self.want {
+            Want::Nothing => 0,
+            Want::Last => 1,
+            Want::Rows(rows) => rows.len(),
+            Want::All => self.tokens.len(),
+        }
+    }
 }
 
 /// The rows of a pass whose logits are computed.
@@ -65,6 +96,35 @@ pub enum Want<'a> {
     Rows(&'a [u32]),
     /// Every row.
     All,
+}
+
+/// For every window that a layer has, the mask of each sequence; made when first asked for.
+struct Masks(Vec<(Option<usize>, Vec<LayerMask>)>);
+
+impl Masks {
+    fn segments<'a>(
+        &'a mut self,
+        batch: &'a [(&mut KvCache, Forward<'_>)],
+        window: Option<usize>,
+        device: &Device,
+    ) -> Result<Vec<Segment<'a>>> {
+        let known = match self.0.iter().position(|(known, _)| *known == window) {
+            Some(known) => known,
+            None => {
+                let of = |(_, pass): &(_, Forward<'_>)| {
+                    LayerMask::new(pass.start, pass.positions, pass.mask, window, device)
+                };
+                self.0.push((window, batch.iter().map(of).collect::<Result<_>>()?));
+                self.0.len() - 1
+            }
+        };
+        let sequences = batch.iter().zip(&self.0[known].1);
+        let segments = sequences.map(|((cache, pass), mask)| {
+            let (rows, start) = (pass.tokens.len(), pass.start);
+            Segment { rows, mask, cache, start }
+        });
+        Ok(segments.collect())
+    }
 }
 
 /// What a forward pass gives.
@@ -101,10 +161,20 @@ impl DecoderModel {
         let dtype = weights.dtype();
         let device = weights.device().clone();
         let residual = layers::residual_dtype(dtype);
+        let norm_dtype = if config.hybrid.is_some() { DType::F32 } else { residual };
         let (hidden, eps) = (config.hidden_size, config.rms_norm_eps);
         let table_shape = [config.vocab_size, hidden];
 
-        let embedding = weights.take("model.embed_tokens.weight", &table_shape)?;
+        let mut model = "model";
+        if config.hybrid.is_some() {
+            // Published checkpoints hold a vision tower and a multi-token head beside the text model.
+            if weights.contains("model.language_model.embed_tokens.weight") {
+                model = "model.language_model";
+            }
+            weights.skip_all("model.visual.");
+            weights.skip_all("mtp.");
+        }
+        let embedding = weights.take(&format!("{model}.embed_tokens.weight"), &table_shape)?;
         let head = if config.tie_word_embeddings {
             if weights.contains("lm_head.weight") {
                 weights.skip("lm_head.weight", &table_shape)?;
@@ -124,31 +194,43 @@ impl DecoderModel {
             o_bias: config.o_bias,
             qk_norm: config.qk_norm.then_some(eps),
         };
-        let mut stack = Vec::new();
+        let norm = |weights: &mut Weights, name: &str| match config.hybrid {
+            Some(_) => layers::zero_centred_norm(weights, name, hidden, eps),
+            None => layers::rms_norm(weights, name, hidden, eps, residual),
+        };
+        let mut stack: Vec<Layer> = Vec::new();
         for index in 0..config.num_layers() {
-            let prefix = format!("model.layers.{index}");
-            let norm = |weights: &mut Weights, name: &str| {
-                layers::rms_norm(weights, &format!("{prefix}.{name}"), hidden, eps, residual)
+            let name = |module: &str| format!("{model}.layers.{index}.{module}");
+            let (weights, attention) = (&mut weights, name("self_attn"));
+            let mixer = match &config.hybrid {
+                Some(hybrid) if hybrid.linear_layers.contains(&index) => {
+                    let (shape, name) = (hybrid.delta_net, name("linear_attn"));
+                    Mixer::DeltaNet(GatedDeltaNet::load(weights, &name, shape, hidden, eps)?)
+                }
+                Some(_) => {
+                    let bias = config.qkv_bias;
+                    Mixer::Gated(GatedAttention::load(weights, &attention, heads, bias, eps)?)
+                }
+                None => Mixer::Attention(SelfAttention::load(weights, &attention, heads, parts)?),
             };
+            let recurrent = matches!(mixer, Mixer::DeltaNet(_));
+            let of_its_kind =
+                |layer: &&Layer| matches!(layer.mixer, Mixer::DeltaNet(_)) == recurrent;
             stack.push(Layer {
-                input_norm: norm(&mut weights, "input_layernorm")?,
-                attention: SelfAttention::load(
-                    &mut weights,
-                    &format!("{prefix}.self_attn"),
-                    heads,
-                    parts,
-                )?,
-                post_norm: norm(&mut weights, "post_attention_layernorm")?,
+                cached: stack.iter().filter(of_its_kind).count(),
+                mixer,
+                input_norm: norm(weights, &name("input_layernorm"))?,
+                post_norm: norm(weights, &name("post_attention_layernorm"))?,
                 mlp: Mlp::load(
-                    &mut weights,
-                    &format!("{prefix}.mlp"),
+                    weights,
+                    &name("mlp"),
                     hidden,
                     config.intermediate_size,
                     config.mlp_bias,
                 )?,
             });
         }
-        let norm = layers::rms_norm(&mut weights, "model.norm", hidden, eps, residual)?;
+        let norm = norm(&mut weights, &format!("{model}.norm"))?;
         weights.finish()?;
         let rope = RopeTable::new(&config.rope, config.max_positions, dtype, &device)?;
         Ok(Self {
@@ -159,6 +241,7 @@ impl DecoderModel {
             lm_head: LmHead::new(head),
             rope,
             dtype,
+            norm_dtype,
             device,
         })
     }
@@ -197,14 +280,22 @@ impl DecoderModel {
         if max_len == 0 || max_len > limit {
             return Err(Error::argument("max_len", max_len, format!("1 to {limit}")));
         }
-        KvCache::new(
-            self.layers.len(),
+        let (linear, delta_net) = match &self.config.hybrid {
+            Some(hybrid) => (hybrid.linear_layers.len(), Some(hybrid.delta_net)),
+            None => (0, None),
+        };
+        let cache = KvCache::new(
+            self.layers.len() - linear,
             self.config.num_kv_heads,
             self.config.head_dim,
             max_len,
             self.dtype,
             &self.device,
-        )
+        )?;
+        Ok(match delta_net {
+            Some(shape) => cache.with_states(StateCache::new(shape, linear)),
+            None => cache,
+        })
     }
 
     /// Runs `pass` and writes its keys and values into `cache` at `pass.start..`, without moving the
@@ -214,55 +305,129 @@ impl DecoderModel {
     /// An argument that is out of range or does not fit the others (nothing is written then), or an
     /// error from candle (the committed rows are intact).
     pub fn forward(&self, cache: &mut KvCache, pass: &Forward<'_>) -> Result<Output> {
-        self.check(cache, pass)?;
-        let n = pass.tokens.len();
-        cache.reserve(pass.start + n)?;
-        let rotation = self.rope.at(pass.positions)?;
-        let mut masks: Vec<(Option<usize>, LayerMask)> = Vec::new();
-        let mut x = self.embed_tokens.forward(pass.tokens)?;
+        let mut outputs = self.forward_batch(&mut [(cache, *pass)])?;
+        outputs.pop().ok_or_else(|| Error::argument("batch", "no output", "one"))
+    }
+
+    /// Runs one pass for each of several sequences together: projections and feed-forward layers over
+    /// the rows of all, attention and recurrent layers sequence by sequence. Gives an output for each,
+    /// the same as [`forward`](Self::forward) as far as products do not depend on their number of rows.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), for any of the sequences.
+    pub fn forward_batch(&self, batch: &mut [(&mut KvCache, Forward<'_>)]) -> Result<Vec<Output>> {
+        for (cache, pass) in &*batch {
+            self.check(cache, pass)?;
+        }
+        if batch.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (mut tokens, mut positions) = (Vec::new(), Vec::new());
+        for (cache, pass) in &mut *batch {
+            let n = pass.tokens.len();
+            tokens.extend_from_slice(pass.tokens);
+            positions.extend_from_slice(pass.positions);
+            cache.reserve(pass.start + n)?;
+            let committed = cache.len();
+            if let Some(states) = cache.states_mut() {
+                states.begin(committed, pass.start, n, pass.tree)?;
+            }
+        }
+        let rotation = self.rope.at(&positions)?;
+        let mut masks = Masks(Vec::new());
+        let mut x = self.embed_tokens.forward(&tokens)?;
         x = x.to_dtype(layers::residual_dtype(self.dtype))?;
-        let mut captured: Vec<Option<Tensor>> = vec![None; pass.taps.len()];
+        let mut captured: Vec<Vec<Option<Tensor>>> =
+            batch.iter().map(|(_, pass)| vec![None; pass.taps.len()]).collect();
         for (index, (layer, &window)) in
             self.layers.iter().zip(&self.config.layer_windows).enumerate()
         {
-            let known = masks.iter().position(|(known, _)| *known == window);
-            let known = match known {
-                Some(known) => known,
-                None => {
-                    let (positions, mask) = (pass.positions, pass.mask);
-                    let mask = LayerMask::new(pass.start, positions, mask, window, &self.device)?;
-                    masks.push((window, mask));
-                    masks.len() - 1
+            let normed = self.normalise(&layer.input_norm, &x)?;
+            let cached = layer.cached;
+            let mixed = match &layer.mixer {
+                Mixer::Attention(attention) => {
+                    let segments = masks.segments(batch, window, &self.device)?;
+                    attention.forward(&normed, &rotation, &segments, cached)?
+                }
+                Mixer::Gated(attention) => {
+                    let segments = masks.segments(batch, window, &self.device)?;
+                    attention.forward(&normed, &rotation, &segments, cached)?
+                }
+                Mixer::DeltaNet(net) => {
+                    let mut mixed = Vec::with_capacity(batch.len());
+                    let mut first = 0;
+                    for (cache, pass) in &mut *batch {
+                        let rows = normed.narrow(0, first, pass.tokens.len())?;
+                        mixed.push(net.forward(&rows, cache.states_mut(), cached)?);
+                        first += pass.tokens.len();
+                    }
+                    Tensor::cat(&mixed, 0)?
                 }
             };
-            let mask = &masks[known].1;
-            let normed = layer.input_norm.forward(&x)?.to_dtype(self.dtype)?;
-            let mixed =
-                layer.attention.forward(&normed, &rotation, mask, cache, index, pass.start)?;
             x = (x + mixed)?;
-            let normed = layer.post_norm.forward(&x)?.to_dtype(self.dtype)?;
+            let normed = self.normalise(&layer.post_norm, &x)?;
             x = (&x + layer.mlp.forward(&normed)?)?;
-            for (slot, &tap) in captured.iter_mut().zip(pass.taps) {
-                if tap == index {
-                    *slot = Some(x.clone());
+            let mut first = 0;
+            for ((_, pass), captured) in batch.iter().zip(&mut captured) {
+                let n = pass.tokens.len();
+                for (slot, _) in
+                    captured.iter_mut().zip(pass.taps).filter(|(_, tap)| **tap == index)
+                {
+                    *slot = Some(x.narrow(0, first, n)?);
                 }
+                first += n;
             }
         }
 
-        let captured: Vec<Tensor> = captured.into_iter().flatten().collect();
-        let taps =
-            if captured.is_empty() { None } else { Some(Tensor::cat(&captured, D::Minus1)?) };
-        let wanted = match pass.want {
-            Want::Nothing => None,
-            Want::Last => Some(x.narrow(0, n - 1, 1)?),
-            Want::Rows(rows) => Some(x.index_select(&Tensor::new(rows, &self.device)?, 0)?),
-            Want::All => Some(x),
+        let mut wanted = Vec::new();
+        let mut first = 0;
+        for (_, pass) in &*batch {
+            let n = pass.tokens.len();
+            let rows = x.narrow(0, first, n)?;
+            match pass.want {
+                Want::Nothing => {}
+                Want::Last => wanted.push(rows.narrow(0, n - 1, 1)?),
+                Want::Rows(of) => {
+                    wanted
+                        .push(rows.contiguous()?.index_select(&Tensor::new(of, &self.device)?, 0)?);
+                }
+                Want::All => wanted.push(rows),
+            }
+            first += n;
+        }
+        let logits = if wanted.is_empty() {
+            None
+        } else {
+            let hidden = Tensor::cat(&wanted, 0)?;
+            Some(self.lm_head.forward(&self.normalise(&self.norm, &hidden)?)?)
         };
-        let logits = match wanted {
-            None => None,
-            Some(hidden) => Some(self.lm_head.forward(&self.norm.forward(&hidden)?)?),
-        };
-        Ok(Output { logits, taps })
+        let mut outputs = Vec::with_capacity(batch.len());
+        let mut first = 0;
+        for ((cache, pass), captured) in batch.iter_mut().zip(captured) {
+            let rows = pass.wanted();
+            let part = logits.as_ref().filter(|_| rows > 0);
+            let part = part.map(|logits| logits.narrow(0, first, rows)).transpose()?;
+            first += rows;
+            let captured: Vec<Tensor> = captured.into_iter().flatten().collect();
+            let taps =
+                if captured.is_empty() { None } else { Some(Tensor::cat(&captured, D::Minus1)?) };
+            if let Some(states) = cache.states_mut() {
+                states.finish();
+            }
+            outputs.push(Output { logits: part, taps });
+        }
+        Ok(outputs)
+    }
+
+    /// Whether two models are clones of one.
+    pub(crate) fn shares_weights_with(&self, other: &Self) -> bool {
+        self.embed_tokens.table().id() == other.embed_tokens.table().id()
+            && self.lm_head.weight().id() == other.lm_head.weight().id()
+            && self.layers.len() == other.layers.len()
+    }
+
+    fn normalise(&self, norm: &RmsNorm, x: &Tensor) -> Result<Tensor> {
+        Ok(norm.forward(&x.to_dtype(self.norm_dtype)?)?.to_dtype(self.dtype)?)
     }
 
     fn check(&self, cache: &KvCache, pass: &Forward<'_>) -> Result<()> {
@@ -289,12 +454,14 @@ impl DecoderModel {
             let accepted = format!("at least the committed length {}", cache.len());
             return Err(Error::argument("start", pass.start, accepted));
         }
-        if cache.num_layers() != self.layers.len() {
-            return Err(Error::argument(
-                "cache",
-                format!("{} layers", cache.num_layers()),
-                format!("a cache of this decoder, {} layers", self.layers.len()),
-            ));
+        let hybrid = self.config.hybrid.as_ref();
+        let recurrent = hybrid.map_or(0, |hybrid| hybrid.linear_layers.len());
+        let found = (cache.num_layers(), cache.num_recurrent_layers());
+        let accepted = (self.layers.len() - recurrent, recurrent);
+        if found != accepted || cache.delta_net() != hybrid.map(|hybrid| &hybrid.delta_net) {
+            let layers = |(attention, recurrent)| format!("{attention} + {recurrent} layers");
+            let accepted = format!("a cache of this decoder, {}", layers(accepted));
+            return Err(Error::argument("cache", layers(found), accepted));
         }
         if let Some(mask) = pass.mask
             && mask.slots() != n

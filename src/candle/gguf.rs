@@ -21,6 +21,8 @@ pub struct Gguf {
     content: Content,
     reader: BufReader<File>,
     architecture: Architecture,
+    /// `general.architecture`, the prefix of the other keys.
+    name: String,
 }
 
 /// Whether dequantised weights pass through bf16 on their way to the model's type.
@@ -44,12 +46,12 @@ impl Gguf {
         let mut reader = BufReader::new(file);
         let content = Content::read(&mut reader).map_err(|e| e.with_path(path))?;
         let field = "general.architecture";
-        let found = match content.metadata.get(field) {
-            Some(Value::String(name)) => name.as_str(),
-            _ => "(absent)",
+        let name = match content.metadata.get(field) {
+            Some(Value::String(name)) => name.clone(),
+            _ => "(absent)".to_owned(),
         };
-        let architecture = Architecture::from_model_type(field, found)?;
-        Ok(Self { content, reader, architecture })
+        let architecture = Architecture::from_gguf(field, &name)?;
+        Ok(Self { content, reader, architecture, name })
     }
 
     /// All key/value pairs, for what the model itself does not need (tokenizer, chat template).
@@ -149,6 +151,7 @@ impl Gguf {
             mlp_bias: has("blk.0.ffn_up.bias"),
             qk_norm: self.architecture == Architecture::Qwen3,
             layer_windows: vec![None; self.positive("block_count")?],
+            hybrid: None,
             eos_token_ids,
             bos_token_id: token("tokenizer.ggml.bos_token_id")?,
         })
@@ -243,12 +246,7 @@ impl Gguf {
     }
 
     fn key(&self, key: &str) -> String {
-        let architecture = match self.architecture {
-            Architecture::Llama => "llama",
-            Architecture::Qwen2 => "qwen2",
-            Architecture::Qwen3 => "qwen3",
-        };
-        format!("{architecture}.{key}")
+        format!("{}.{key}", self.name)
     }
 
     fn shape(&self, tensor: &str) -> Result<Vec<usize>> {

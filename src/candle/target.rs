@@ -2,8 +2,11 @@
 
 use candle_core::{CpuStorage, D, DType, Storage, Tensor};
 
-use super::{DecoderModel, Error, Forward, KvCache, Result, Want};
-use crate::{AncestorMask, Capabilities, CommitPlan, PickRule, Picks, Prefill, Round, Verifier};
+use super::{DecoderModel, Error, Forward, KvCache, Result, StateMethod, Want};
+use crate::{
+    AncestorMask, Capabilities, CommitPlan, DraftTree, PickRule, Picks, Prefill, Recurrence, Round,
+    Verifier,
+};
 
 /// Attention scores of one prefill pass at most, over all heads; bounds its memory (64 MiB in f32)
 /// whatever the prompt's length.
@@ -82,16 +85,24 @@ impl CandleTarget {
         &self.cache
     }
 
+    /// What recurrent layers keep of a tree. Both ways are exact; see [`StateMethod`] and the table in
+    /// `docs/hybrid.md`. No effect on models without such layers.
+    pub fn state_method(mut self, method: StateMethod) -> Self {
+        self.cache.set_state_method(method);
+        self
+    }
+
     /// Runs `tokens` at the positions in `self.positions`.
     fn forward(
         &mut self,
         start: usize,
         tokens: &[u32],
         mask: Option<&AncestorMask>,
+        tree: Option<&DraftTree>,
         want: Want<'_>,
     ) -> Result<(Option<Tensor>, Taps)> {
-        let pass =
-            Forward { tokens, positions: &self.positions, start, mask, want, taps: &self.taps };
+        let (positions, taps) = (&self.positions, &self.taps);
+        let pass = Forward { tokens, positions, start, mask, tree, want, taps };
         let output = self.model.forward(&mut self.cache, &pass)?;
         Ok((output.logits, Taps::new(output.taps)))
     }
@@ -102,7 +113,12 @@ impl Verifier for CandleTarget {
     type Error = Error;
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities::new(self.model.config().vocab_size, self.cache.max_len())
+        let config = self.model.config();
+        let mut capabilities = Capabilities::new(config.vocab_size, self.cache.max_len());
+        if config.hybrid.is_some() {
+            capabilities.recurrence = Recurrence::ExactTrees;
+        }
+        capabilities
     }
 
     fn reset(&mut self, keep: usize) -> Result<()> {
@@ -124,7 +140,7 @@ impl Verifier for CandleTarget {
             self.positions.extend(row as u32..(row + chunk.len()) as u32);
             let last = row + chunk.len() == start + tokens.len();
             let want = if last { Want::Last } else { Want::Nothing };
-            let (chunk_logits, taps) = self.forward(row, chunk, None, want)?;
+            let (chunk_logits, taps) = self.forward(row, chunk, None, None, want)?;
             hidden.extend(taps.hidden);
             logits = chunk_logits;
             row += chunk.len();
@@ -144,7 +160,8 @@ impl Verifier for CandleTarget {
         self.positions.clear();
         self.positions.resize(tree.len(), 0);
         round.positions_into(&mut self.positions)?;
-        let (logits, taps) = self.forward(round.start(), tree.tokens(), round.mask(), Want::All)?;
+        let (logits, taps) =
+            self.forward(round.start(), tree.tokens(), round.mask(), Some(tree), Want::All)?;
         let logits = logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?;
         pick(&logits, picks)?;
         self.verified = Some(Verified { slots: tree.len(), taps });
@@ -166,6 +183,68 @@ impl Verifier for CandleTarget {
         self.cache.commit(plan.start(), plan.slots())?;
         Ok(taps)
     }
+}
+
+/// One sequence of a batch to [verify](verify_batch).
+#[derive(Debug)]
+pub struct BatchEntry<'a> {
+    /// The sequence's target; all of a batch share one model.
+    pub target: &'a mut CandleTarget,
+    /// What to verify, as for [`Verifier::verify`].
+    pub round: Round<'a>,
+    /// Where its picks go.
+    pub picks: Picks<'a>,
+}
+
+/// Verifies one round of each of several sequences in one pass: the products with the weights run over
+/// the rows of all of them, attention sequence by sequence. Picks, caches and features are those of
+/// [`Verifier::verify`] on each, as far as a product does not depend on its number of rows; commits
+/// follow one by one, as after it.
+///
+/// Targets are of one model if they were made from clones of it.
+///
+/// # Errors
+/// Targets of different models; otherwise as [`Verifier::verify`] of any of them. Committed rows are as
+/// they were, and no round of the batch counts as verified.
+pub fn verify_batch(batch: &mut [BatchEntry<'_>]) -> Result<()> {
+    let Some(first) = batch.first() else { return Ok(()) };
+    let model = first.target.model.clone();
+    let mut passes = Vec::with_capacity(batch.len());
+    for BatchEntry { target, round, .. } in &mut *batch {
+        target.verified = None;
+        check_start(round.start(), &target.cache)?;
+        if !target.model.shares_weights_with(&model) {
+            return Err(Error::argument("target", "another model", "one model for a batch"));
+        }
+        let tree = round.tree();
+        target.positions.clear();
+        target.positions.resize(tree.len(), 0);
+        round.positions_into(&mut target.positions)?;
+        let CandleTarget { cache, taps, positions, .. } = &mut **target;
+        let pass = Forward {
+            tokens: tree.tokens(),
+            positions,
+            start: round.start(),
+            mask: round.mask(),
+            tree: Some(tree),
+            want: Want::All,
+            taps,
+        };
+        passes.push((cache, pass));
+    }
+    let outputs = model.forward_batch(&mut passes)?;
+    for (entry, output) in batch.iter_mut().zip(&outputs) {
+        let logits = output.logits.as_ref();
+        pick(
+            logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?,
+            &mut entry.picks,
+        )?;
+    }
+    for (entry, output) in batch.iter_mut().zip(outputs) {
+        let slots = entry.round.tree().len();
+        entry.target.verified = Some(Verified { slots, taps: Taps::new(output.taps) });
+    }
+    Ok(())
 }
 
 fn check_start(start: usize, cache: &KvCache) -> Result<()> {
@@ -257,10 +336,10 @@ mod tests {
             let expected = expected.map_or(4, |()| ids[0]);
             assert_eq!(found, expected, "{row:?}");
         }
-        assert!(pick_greedy(&logits, &mut Picks::new(&mut Vec::new())).is_err());
+        assert!(pick(&logits, &mut Picks::new(&mut Vec::new())).is_err());
         let good = logits.narrow(0, 0, 5).unwrap();
         let mut ids = Vec::new();
-        pick_greedy(&good, &mut Picks::new(&mut ids)).unwrap();
+        pick(&good, &mut Picks::new(&mut ids)).unwrap();
         assert_eq!(ids, [1, 1, 0, 0, 3]);
     }
 }

@@ -221,6 +221,12 @@ impl Weights {
         }
     }
 
+    /// Leaves out every tensor whose name starts with `prefix`: a part of the checkpoint that the
+    /// model does without.
+    pub(crate) fn skip_all(&mut self, prefix: &str) {
+        self.pending.retain(|name, _| !name.starts_with(prefix));
+    }
+
     /// Ends loading.
     ///
     /// # Errors

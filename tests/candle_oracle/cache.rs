@@ -130,6 +130,7 @@ fn growth_keeps_rows_and_ends_at_the_limit() {
         positions: &[699],
         start: 700,
         mask: None,
+        tree: None,
         want: ddtree::candle::Want::Last,
         taps: &[],
     };

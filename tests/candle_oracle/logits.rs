@@ -235,6 +235,7 @@ fn wanted_rows_are_the_rows_of_all() {
             positions: &positions,
             start: 0,
             mask: None,
+            tree: None,
             want,
             taps: &[],
         };
@@ -294,6 +295,7 @@ fn case_12_f16_survives_projections_beyond_its_range() {
             positions: &positions,
             start: 0,
             mask: None,
+            tree: None,
             want: Want::Nothing,
             taps: &[0],
         };
@@ -315,6 +317,7 @@ fn passes_out_of_range_are_refused_before_anything_is_written() {
         positions: &[3, 4],
         start: 3,
         mask: None,
+        tree: None,
         want: Want::All,
         taps: &[],
     };

@@ -32,6 +32,7 @@ fn check(changes: Value, frequencies: impl Fn(f64, usize, usize) -> f64, factor:
         positions: &positions,
         start: 0,
         mask: None,
+        tree: None,
         want: ddtree::candle::Want::All,
         taps: &[],
     };

@@ -115,7 +115,8 @@ pub fn logits(model: &DecoderModel, cache: &mut KvCache, tokens: &[u32]) -> Vec<
     let start = cache.len();
     let positions: Vec<u32> = (start as u32..).take(tokens.len()).collect();
     let want = Want::All;
-    let pass = Forward { tokens, positions: &positions, start, mask: None, want, taps: &[] };
+    let pass =
+        Forward { tokens, positions: &positions, start, mask: None, tree: None, want, taps: &[] };
     rows(&model.forward(cache, &pass).unwrap().logits.unwrap())
 }
 
@@ -130,6 +131,7 @@ pub fn tree_logits(model: &DecoderModel, cache: &mut KvCache, tree: &DraftTree) 
         positions: &positions,
         start,
         mask: Some(&mask),
+        tree: None,
         want: Want::All,
         taps: &[],
     };

@@ -153,6 +153,7 @@ fn a_mask_of_another_tree_size_is_refused() {
         positions: &[0, 1, 2],
         start: 0,
         mask: Some(&mask),
+        tree: None,
         want: Want::All,
         taps: &[],
     };

@@ -11,13 +11,12 @@ pub struct Prefix {
     pub score: f64,
 }
 
+/// The children after a path of tokens, with their log-probabilities.
+pub type Lists<'a> = dyn Fn(&[u32]) -> Vec<(u32, f32)> + 'a;
+
 /// All prefixes that can be drafted, in no particular order. `children` gives
 /// the ordered children after a path of tokens.
-pub fn prefixes(
-    children: &dyn Fn(&[u32]) -> Vec<(u32, f32)>,
-    top_k: usize,
-    horizon: usize,
-) -> Vec<Prefix> {
+pub fn prefixes(children: &Lists<'_>, top_k: usize, horizon: usize) -> Vec<Prefix> {
     let root = Prefix { ranks: vec![], tokens: vec![], score: 0.0 };
     let mut all = Vec::new();
     let mut layer = vec![root];
@@ -86,10 +85,10 @@ pub fn walk(tree: &DraftTree, picks: &[u32]) -> (Vec<u32>, Vec<u32>) {
     let (mut path, mut tokens) = (vec![0u32], vec![picks[0]]);
     'descend: loop {
         let (at, pick) = (*path.last().unwrap(), *tokens.last().unwrap());
-        for slot in 0..tree.len() {
+        for (slot, &next) in picks.iter().enumerate() {
             if tree.parents()[slot] == at as i32 && tree.tokens()[slot] == pick {
                 path.push(slot as u32);
-                tokens.push(picks[slot]);
+                tokens.push(next);
                 continue 'descend;
             }
         }

@@ -116,7 +116,7 @@ fn the_last_token_and_the_last_rows_are_reasons() {
     assert_eq!(reasons.last(), Some(&(Reason::LastToken, 1)), "{by:?}");
     for config in [tree(9), Config::new(Algorithm::Chain)] {
         let (_, reasons) = rounds(Target::new(20), Guesser::new(4, 0), &config, 99);
-        assert_eq!(reasons.iter().map(|reason| reason.0).last(), Some(Reason::CacheLimit));
+        assert_eq!(reasons.last().map(|reason| reason.0), Some(Reason::CacheLimit));
     }
 }
 

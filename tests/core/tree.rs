@@ -78,8 +78,8 @@ fn assert_valid(tree: &DraftTree) {
         assert_eq!(tree.depths()[slot], tree.depths()[parent] + 1);
         assert!(tree.children(parent).any(|child| child == slot));
     }
-    let steps = tree.parents().iter().zip(-1..);
-    assert_eq!(tree.is_chain(), steps.map(|(a, b)| *a == b).all(|same| same));
+    let mut steps = tree.parents().iter().zip(-1..);
+    assert_eq!(tree.is_chain(), steps.all(|(parent, before)| *parent == before));
 }
 
 /// Lists that depend on the whole path: another number of children, other

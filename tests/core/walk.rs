@@ -32,7 +32,7 @@ fn tree_after(prompt: &[u32], seed: u64, nodes: usize) -> DraftTree {
     let mut best = 0;
     for node in 0..nodes as u64 {
         let dice = mix(seed ^ (node + 1));
-        if dice % 3 == 0 {
+        if dice.is_multiple_of(3) {
             let truth = text.next();
             best = tree.push(best, truth, 0.0).unwrap_or_else(|_| tree.child(best, truth).unwrap());
             text.push(truth);
@@ -92,7 +92,7 @@ proptest! {
                 let children: Vec<usize> = tree.children(slot).collect();
                 match children.len() {
                     0 => dice as u32 % VOCAB,
-                    _ if dice % 2 == 0 => (dice >> 8) as u32 % VOCAB,
+                    _ if dice.is_multiple_of(2) => (dice >> 8) as u32 % VOCAB,
                     n => tree.tokens()[children[(dice >> 8) as usize % n]],
                 }
             })

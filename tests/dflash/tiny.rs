@@ -70,6 +70,7 @@ fn taps(target: &DecoderModel, drafter: &DFlash, text: &[u32]) -> Tensor {
         positions: &positions,
         start: 0,
         mask: None,
+        tree: None,
         want: Want::Nothing,
         taps: drafter.config().target_layer_ids(),
     };

@@ -1,5 +1,3 @@
-//! Checks that engines run on their own [`Verifier`].
-
 use crate::{
     AncestorMask, DraftTree, Error, MaskForm, PickRule, Picks, Prefill, Round, Sampling, Verifier,
     sample::Sampler, verifier::PickContext,

@@ -745,6 +745,7 @@ impl Session {
             + self.mask.memory_usage()
             + self.builder.memory_usage()
             + self.sampler.memory_usage()
+            + self.coupling.memory_usage()
             + 4 * 3 * (self.plan.horizon() + 1)
     }
 

@@ -7,7 +7,7 @@ const RHYME: &[u8] = b"This is the cat that killed the rat that ate the malt in 
 
 /// The target. An engine holds its model and its KV cache here.
 #[derive(Default)]
-struct Reciter {
+pub struct Reciter {
     cache: Vec<u32>,    // one row per committed token
     verified: Vec<u32>, // rows of the last verification, not committed yet
 }
@@ -86,7 +86,7 @@ impl<F> Drafter<F> for Bigrams {
     }
 }
 
-fn main() -> Result<(), Box<dyn std::error::Error>> {
+pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let request = Request::new(&b"This".map(u32::from)).max_new_tokens(160);
     for algorithm in Algorithm::ALL {
         let engine = (Reciter::default(), Bigrams(Vec::new()));

@@ -1,8 +1,8 @@
 use std::{ops::ControlFlow, time::Instant};
 
 use crate::{
-    Config, Drafter, Error, Finish, Need, NoDrafter, Plan, Request, RunStats, Session, Stage,
-    Verifier,
+    Config, Constraint, Drafter, Error, Finish, Need, NoDrafter, Plan, Request, RunStats, Session,
+    Stage, Verifier,
 };
 
 /// A verifier and its drafter.
@@ -213,6 +213,11 @@ impl<E: Engine> Decoder<E> {
     ///
     /// As [`Session::start`]; the decoder is unchanged then.
     pub fn start(&mut self, request: &Request) -> Result<(), Error> {
+        if request.cached_prefix > 0 {
+            // The last round of the earlier request may be part of the prefix. If
+            // the drafter fails, its context begins after the prefix instead.
+            let _ = self.observe();
+        }
         self.session.start(request)?;
         self.unobserved.clear();
         self.ready = false;
@@ -375,10 +380,28 @@ impl<E: Engine> Decoder<E> {
         &self.session
     }
 
-    /// The session, for instance to [append](Session::append) tokens between
-    /// steps or to [stop](Session::stop).
-    pub fn session_mut(&mut self) -> &mut Session {
-        &mut self.session
+    /// Adds tokens that the host chose, between steps; see [`Session::append`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Session::append`].
+    pub fn append(&mut self, tokens: &[u32]) -> Result<(), Error> {
+        self.session.append(tokens)
+    }
+
+    /// Attaches a rule about which tokens may follow, or removes it; see
+    /// [`Session::set_constraint`].
+    ///
+    /// # Errors
+    ///
+    /// As [`Session::set_constraint`].
+    pub fn set_constraint(&mut self, constraint: Option<Box<dyn Constraint>>) -> Result<(), Error> {
+        self.session.set_constraint(constraint)
+    }
+
+    /// Ends the text where it is.
+    pub fn stop(&mut self) {
+        self.session.stop();
     }
 
     /// The engine.

@@ -62,7 +62,9 @@
 //! # Features
 //!
 //! * `candle` (default): the backend in [`candle`].
-//! * `cuda`: that backend on NVIDIA GPUs; needs a CUDA toolkit to build.
+//! * `conformance` (default): the checks for engines in [`conformance`]. No
+//!   dependencies.
+//! * `cuda`: targets and drafters on NVIDIA GPUs; needs nvcc to build.
 //! * `serde`: `Serialize` and `Deserialize` for settings, statistics and traces.
 //! * `tracing`: an event for every plan and round that is not what was asked
 //!   for.
@@ -96,6 +98,8 @@ mod stats;
 mod verifier;
 mod walk;
 
+#[cfg(feature = "conformance")]
+#[cfg_attr(docsrs, doc(cfg(feature = "conformance")))]
 pub mod conformance;
 pub mod layout;
 pub mod sample;

@@ -1,4 +1,4 @@
-use crate::DraftTree;
+use crate::{DraftTree, Error};
 
 /// Which slots each slot of a tree attends to: its ancestors and itself.
 ///
@@ -42,11 +42,44 @@ impl AncestorMask {
     ///
     /// O(n²/64) for n slots: each row is its parent's row and one more bit.
     pub fn build(&mut self, tree: &DraftTree) {
-        self.slots = tree.len();
+        self.fill(tree, tree.len());
+    }
+
+    /// Replaces the mask by that of `tree`, padded to `width` slots for kernels
+    /// of a fixed shape. A padding slot sees the root and itself, as if it were a
+    /// child of the root, so that no row is ever fully masked; no slot of the
+    /// tree sees a padding slot.
+    ///
+    /// # Errors
+    ///
+    /// If `width` is less than the number of slots. The mask is unchanged then.
+    ///
+    /// ```
+    /// use ddtree::{AncestorMask, DraftTree};
+    ///
+    /// let tree = DraftTree::from_parents(&[7, 4], &[-1, 0])?;
+    /// let mut mask = AncestorMask::new();
+    /// mask.build_padded(&tree, 4)?;
+    /// assert_eq!(mask.rows(), [0b0001, 0b0011, 0b0101, 0b1001]);
+    /// # Ok::<(), ddtree::Error>(())
+    /// ```
+    pub fn build_padded(&mut self, tree: &DraftTree, width: usize) -> Result<(), Error> {
+        if width < tree.len() {
+            let accepted = format_args!("at least the {} slots of the tree", tree.len());
+            return Err(Error::setting("width", width, accepted));
+        }
+        self.fill(tree, width);
+        Ok(())
+    }
+
+    fn fill(&mut self, tree: &DraftTree, width: usize) {
+        self.slots = width;
         let words = self.words_per_row();
         self.rows.clear();
-        self.rows.resize(self.slots * words, 0);
-        for (slot, &parent) in tree.parents().iter().enumerate() {
+        self.rows.resize(width * words, 0);
+        for slot in 0..width {
+            // Padding slots hang below the root.
+            let parent = tree.parents().get(slot).copied().unwrap_or(0);
             let (earlier, row) = self.rows.split_at_mut(slot * words);
             if let Ok(parent) = usize::try_from(parent) {
                 row[..words].copy_from_slice(&earlier[parent * words..][..words]);
@@ -55,7 +88,7 @@ impl AncestorMask {
         }
     }
 
-    /// Number of slots, which is the number of rows.
+    /// Number of slots, padding included: the number of rows.
     pub fn slots(&self) -> usize {
         self.slots
     }

@@ -4,8 +4,9 @@ use crate::{
     Algorithm, Attention, Capabilities, Config, Error, MaskForm, Recurrence, TreeSettings,
 };
 
-/// Entries per depth that coupled drafting asks for unless told otherwise. Noise lifts tokens from far down the list:
-/// at temperature 1.3, trees of 64 nodes over 32 entries are accepted no more than uncoupled ones.
+/// Entries per depth that coupled drafting asks for unless told otherwise. Noise lifts tokens from
+/// far down the list: at temperature 1.3, trees of 64 nodes over 32 entries are accepted no more
+/// than uncoupled ones.
 const COUPLED_CANDIDATES: usize = 128;
 
 /// Why a round is not the one that was asked for.
@@ -39,11 +40,14 @@ pub enum Reason {
     /// The host asked for a round without a draft
     /// ([`Session::skip_proposal`](crate::Session::skip_proposal)).
     Skipped,
+    /// The host kept only a part of the tree
+    /// ([`Session::truncate_tree`](crate::Session::truncate_tree)).
+    Truncated,
 }
 
 impl Reason {
     /// All reasons.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::CausalAttention,
         Self::NoHorizon,
         Self::ZeroBudget,
@@ -53,6 +57,7 @@ impl Reason {
         Self::LastToken,
         Self::CacheLimit,
         Self::Skipped,
+        Self::Truncated,
     ];
 
     /// Short name in snake case.
@@ -67,6 +72,7 @@ impl Reason {
             Self::LastToken => "last_token",
             Self::CacheLimit => "cache_limit",
             Self::Skipped => "skipped",
+            Self::Truncated => "truncated",
         }
     }
 }
@@ -213,7 +219,8 @@ impl Plan {
         } else {
             1
         };
-        // Noise favours tokens that are far down the list, so coupled drafting reranks more of them.
+        // Noise favours tokens that are far down the list, so coupled drafting reranks more of
+        // them.
         let candidates = config.top_k.unwrap_or(budget.max(COUPLED_CANDIDATES));
         let plan = Self {
             asked,

@@ -218,6 +218,7 @@ impl Session {
         session.commit.reserve(depth);
         if session.plan.algorithm().needs_tree_mask() || session.plan.shadow() {
             session.builder.reserve(session.plan.tree().budget);
+            session.filtered.reserve(session.plan.tree().budget + 1);
         }
         if session.plan.algorithm().needs_tree_mask() && session.plan.wants_bits() {
             session.mask.reserve(slots);
@@ -262,7 +263,6 @@ impl Session {
             });
         }
 
-        self.sampler.start(&request.sampling, capabilities.vocab_size, prompt.len());
         self.coupled = self.plan.coupled() && !request.sampling.is_greedy();
 
         self.stop_tokens.clone_from(&request.stop_tokens);
@@ -271,7 +271,11 @@ impl Session {
         self.max_new_tokens = request.max_new_tokens.unwrap_or(usize::MAX);
         self.prompt_len = prompt.len();
         self.tokens.clone_from(prompt);
-        self.tokens.reserve(room.min(self.max_new_tokens).min(RESERVED_TOKENS));
+        let more = room.min(self.max_new_tokens).min(RESERVED_TOKENS);
+        self.tokens.reserve(more);
+        let longest = prompt.len() + more + self.plan.horizon();
+        let vocab_size = capabilities.vocab_size;
+        self.sampler.start(&request.sampling, vocab_size, prompt.len(), longest);
         self.committed = request.cached_prefix;
         self.news = self.tokens.len();
         self.stats.reset(self.plan.horizon());
@@ -498,6 +502,33 @@ impl Session {
         Ok(())
     }
 
+    /// The tree of the round, while it waits for its verification.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a verification.
+    pub fn tree(&self) -> Result<&DraftTree, Error> {
+        self.expect(Need::Verification, "tree")?;
+        Ok(&self.tree)
+    }
+
+    /// Keeps only the first `nodes` nodes of the round's tree: when sequences of
+    /// a batch [share a budget](crate::tree::SharedBudget), or the host has less
+    /// room than it planned with. No effect if there are no more.
+    ///
+    /// # Errors
+    ///
+    /// If the session does not need a verification.
+    pub fn truncate_tree(&mut self, nodes: usize) -> Result<(), Error> {
+        self.expect(Need::Verification, "truncate_tree")?;
+        if nodes < self.tree.nodes() {
+            self.tree.truncate(nodes);
+            self.round.reason = Some(Reason::Truncated);
+            self.tree_ready();
+        }
+        Ok(())
+    }
+
     /// The tree to verify, and where its picks go.
     ///
     /// # Errors
@@ -714,6 +745,7 @@ impl Session {
             + self.mask.memory_usage()
             + self.builder.memory_usage()
             + self.sampler.memory_usage()
+            + self.coupling.memory_usage()
             + 4 * 3 * (self.plan.horizon() + 1)
     }
 

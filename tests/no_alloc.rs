@@ -8,7 +8,8 @@ use std::{
 
 use ddtree::{
     Acceptance, Algorithm, AncestorMask, BestFirst, Capabilities, CommitPlan, Config, DraftTree,
-    Need, Plan, Proposal, Request, Session, StatePlan, TreeSettings, tree::chain, walk,
+    Need, PickRule, Plan, Proposal, Request, Sampling, Session, StatePlan, TreeSettings,
+    tree::chain, walk,
 };
 
 /// Counts what the current thread asks for: tests run side by side.
@@ -79,6 +80,13 @@ fn draft(root: u32, position: usize, horizon: usize, top_k: usize, proposal: &mu
     }
 }
 
+/// A row in which `token` is the likeliest.
+fn logits(token: u32) -> [f32; VOCAB as usize] {
+    let mut row = [0.0; VOCAB as usize];
+    row[token as usize] = 9.0;
+    row
+}
+
 /// Runs the session to its next commit. Returns the tokens emitted.
 fn round(session: &mut Session) -> usize {
     loop {
@@ -97,7 +105,12 @@ fn round(session: &mut Session) -> usize {
             Need::Verification => {
                 let (round, mut picks) = session.verification().unwrap();
                 for (&token, position) in round.tree().tokens().iter().zip(round.positions()) {
-                    picks.push(pick(token, position));
+                    let token = pick(token, position);
+                    if picks.rule() == PickRule::Argmax {
+                        picks.push(token);
+                    } else {
+                        picks.push_logits(&logits(token)).unwrap();
+                    }
                 }
                 session.verified().unwrap();
             }
@@ -111,19 +124,20 @@ fn round(session: &mut Session) -> usize {
     }
 }
 
-fn prefill(session: &mut Session) {
-    let prompt = [5, 6, 7];
-    session.start(&Request::new(&prompt).stop_tokens(&[VOCAB - 1])).unwrap();
-    session.prefill().unwrap().1.push(1);
+fn prefill(session: &mut Session, sampling: &Sampling) {
+    let request = Request::new(&[5, 6, 7]).stop_tokens(&[VOCAB - 1]).sampling(sampling.clone());
+    session.start(&request).unwrap();
+    let (_, mut picks) = session.prefill().unwrap();
+    picks.push_logits(&logits(1)).unwrap();
     session.prefilled().unwrap();
 }
 
 /// Allocations of the first round, of the later ones, and whether any accepted
 /// a draft.
-fn session_rounds(config: &Config) -> (u64, u64, bool) {
+fn session_rounds(config: &Config, sampling: &Sampling) -> (u64, u64, bool) {
     let capabilities = Capabilities::new(VOCAB as usize, 2_000);
     let mut session = Session::new(Plan::resolve(config, &capabilities, HORIZON).unwrap());
-    prefill(&mut session);
+    prefill(&mut session, sampling);
     let mut accepted = 0;
     let first = allocations(|| accepted += round(&mut session) - 1);
     let rounds = 30;
@@ -136,7 +150,7 @@ fn session_rounds(config: &Config) -> (u64, u64, bool) {
         }
     });
     // Nor is memory lost from one request to the next.
-    prefill(&mut session);
+    prefill(&mut session, sampling);
     let again = allocations(|| {
         for _ in 0..10 {
             round(&mut session);
@@ -159,12 +173,25 @@ fn rounds_of_a_session_allocate_nothing_after_the_first() {
         (tree(64).expand_below_stop(false), true),
         (tree(64).log_prob_cutoff(-3.0), true),
     ] {
-        let (first, later, accepted) = session_rounds(&config);
+        let (first, later, accepted) = session_rounds(&config, &Sampling::new());
         assert_eq!(later, 0, "{config:?}");
         assert_eq!(accepted, drafts, "{config:?}");
         // The first round makes room for the proposal, whose size is the
         // drafter's choice, and for nothing else.
         assert_eq!(first > 0, drafts, "{config:?}: {first}");
+    }
+}
+
+#[test]
+fn nor_do_sampled_rounds() {
+    let warm = || Sampling::new().temperature(0.6).seed(2);
+    for sampling in [warm(), warm().top_k(5).top_p(0.9), warm().repetition_penalty(1.1)] {
+        for algorithm in Algorithm::ALL {
+            let config = Config::new(algorithm).budget(64);
+            let (_, later, accepted) = session_rounds(&config, &sampling);
+            assert_eq!(later, 0, "{config:?} {sampling:?}");
+            assert_eq!(accepted, algorithm.needs_drafter(), "{config:?} {sampling:?}");
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 /// Options for the device.
 #[derive(Clone, Debug, clap::Args)]
 pub struct DeviceArgs {
-    /// Where to run: cpu, cuda, or cuda:N for the N-th GPU (needs `--features cuda`)
+    /// Where to run: cpu, cuda, or cuda:N for the N-th GPU (needs `--features candle-core/cuda,candle-nn/cuda`)
     #[arg(long, value_name = "DEVICE", default_value = "cpu", value_parser = device)]
     pub device: Device,
 
@@ -36,7 +36,10 @@ fn device(name: &str) -> Result<Device, String> {
             .ok_or("accepted: cpu, cuda, cuda:N")?,
     };
     if !candle_core::utils::cuda_is_available() {
-        return Err("this build has no CUDA support; build with `--features cuda`".to_owned());
+        return Err("this build of candle has no CUDA support: add `--features \
+                    candle-core/cuda,candle-nn/cuda`, or see the example bench_cuda for the engine \
+                    of the feature `cuda`"
+            .to_owned());
     }
     Device::new_cuda(ordinal).map_err(|error| error.to_string())
 }

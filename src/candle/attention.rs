@@ -2,7 +2,7 @@
 
 use candle_core::{D, DType, Device, Tensor};
 
-use super::Result;
+use super::{KvCache, Result};
 use crate::AncestorMask;
 
 /// What the new rows of a pass see in one layer's cache.
@@ -55,6 +55,41 @@ impl LayerMask {
         let bias = if masked { Some(Tensor::from_vec(bias, (n, columns), device)?) } else { None };
         Ok(Self { first, bias })
     }
+}
+
+/// The new rows of one sequence in a pass over several: how many they are, what they see, and where
+/// their keys and values go.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Segment<'a> {
+    pub(crate) rows: usize,
+    pub(crate) mask: &'a LayerMask,
+    pub(crate) cache: &'a KvCache,
+    /// The cache row of the first.
+    pub(crate) start: usize,
+}
+
+/// Writes keys and values (`[kv_heads, n, head_dim]`) of all segments into layer `layer` of their caches,
+/// and [attends](attend) from `q` (`[heads, n, head_dim]`) segment by segment. Rows of one segment follow
+/// those of the one before. Gives `[n, heads * head_dim]`.
+pub(crate) fn attend_segments(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    segments: &[Segment<'_>],
+    layer: usize,
+) -> Result<Tensor> {
+    let scale = (q.dim(D::Minus1)? as f64).powf(-0.5);
+    let mut mixed = Vec::with_capacity(segments.len());
+    let mut first = 0;
+    for segment in segments {
+        let Segment { rows, mask, cache, start } = *segment;
+        // No copies if there is one segment.
+        let part = |heads: &Tensor| heads.narrow(1, first, rows)?.contiguous();
+        let (keys, values) = cache.write(layer, start, mask.first, &part(k)?, &part(v)?)?;
+        mixed.push(attend(&part(q)?, &keys, &values, mask.bias.as_ref(), scale)?);
+        first += rows;
+    }
+    Ok(Tensor::cat(&mixed, 0)?)
 }
 
 /// Scaled dot-product attention of `q` (`[heads, n, head_dim]`, contiguous) over `k` and `v`

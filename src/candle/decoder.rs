@@ -5,7 +5,7 @@ use std::path::Path;
 use candle_core::{D, DType, Device, Tensor};
 use candle_nn::{Module, RmsNorm};
 
-use super::attention::LayerMask;
+use super::attention::{LayerMask, Segment};
 use super::delta_net::GatedDeltaNet;
 use super::gated_attention::GatedAttention;
 use super::layers::{self, AttentionParts, Embedding, Heads, LmHead, Mlp, SelfAttention};
@@ -73,6 +73,18 @@ pub struct Forward<'a> {
     pub taps: &'a [usize],
 }
 
+impl Forward<'_> {
+    /// Number of rows whose logits are computed.
+    fn wanted(&self) -> usize {
+        match self.want {
+            Want::Nothing => 0,
+            Want::Last => 1,
+            Want::Rows(rows) => rows.len(),
+            Want::All => self.tokens.len(),
+        }
+    }
+}
+
 /// The rows of a pass whose logits are computed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Want<'a> {
@@ -84,6 +96,35 @@ pub enum Want<'a> {
     Rows(&'a [u32]),
     /// Every row.
     All,
+}
+
+/// For every window that a layer has, the mask of each sequence; made when first asked for.
+struct Masks(Vec<(Option<usize>, Vec<LayerMask>)>);
+
+impl Masks {
+    fn segments<'a>(
+        &'a mut self,
+        batch: &'a [(&mut KvCache, Forward<'_>)],
+        window: Option<usize>,
+        device: &Device,
+    ) -> Result<Vec<Segment<'a>>> {
+        let known = match self.0.iter().position(|(known, _)| *known == window) {
+            Some(known) => known,
+            None => {
+                let of = |(_, pass): &(_, Forward<'_>)| {
+                    LayerMask::new(pass.start, pass.positions, pass.mask, window, device)
+                };
+                self.0.push((window, batch.iter().map(of).collect::<Result<_>>()?));
+                self.0.len() - 1
+            }
+        };
+        let sequences = batch.iter().zip(&self.0[known].1);
+        let segments = sequences.map(|((cache, pass), mask)| {
+            let (rows, start) = (pass.tokens.len(), pass.start);
+            Segment { rows, mask, cache, start }
+        });
+        Ok(segments.collect())
+    }
 }
 
 /// What a forward pass gives.
@@ -264,69 +305,125 @@ impl DecoderModel {
     /// An argument that is out of range or does not fit the others (nothing is written then), or an
     /// error from candle (the committed rows are intact).
     pub fn forward(&self, cache: &mut KvCache, pass: &Forward<'_>) -> Result<Output> {
-        self.check(cache, pass)?;
-        let n = pass.tokens.len();
-        cache.reserve(pass.start + n)?;
-        let committed = cache.len();
-        if let Some(states) = cache.states_mut() {
-            states.begin(committed, pass.start, n, pass.tree)?;
+        let mut outputs = self.forward_batch(&mut [(cache, *pass)])?;
+        outputs.pop().ok_or_else(|| Error::argument("batch", "no output", "one"))
+    }
+
+    /// Runs one pass for each of several sequences together: projections and feed-forward layers over
+    /// the rows of all, attention and recurrent layers sequence by sequence. Gives an output for each,
+    /// the same as [`forward`](Self::forward) as far as products do not depend on their number of rows.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), for any of the sequences.
+    pub fn forward_batch(&self, batch: &mut [(&mut KvCache, Forward<'_>)]) -> Result<Vec<Output>> {
+        for (cache, pass) in &*batch {
+            self.check(cache, pass)?;
         }
-        let rotation = self.rope.at(pass.positions)?;
-        let mut masks: Vec<(Option<usize>, LayerMask)> = Vec::new();
-        let mut x = self.embed_tokens.forward(pass.tokens)?;
+        if batch.is_empty() {
+            return Ok(Vec::new());
+        }
+        let (mut tokens, mut positions) = (Vec::new(), Vec::new());
+        for (cache, pass) in &mut *batch {
+            let n = pass.tokens.len();
+            tokens.extend_from_slice(pass.tokens);
+            positions.extend_from_slice(pass.positions);
+            cache.reserve(pass.start + n)?;
+            let committed = cache.len();
+            if let Some(states) = cache.states_mut() {
+                states.begin(committed, pass.start, n, pass.tree)?;
+            }
+        }
+        let rotation = self.rope.at(&positions)?;
+        let mut masks = Masks(Vec::new());
+        let mut x = self.embed_tokens.forward(&tokens)?;
         x = x.to_dtype(layers::residual_dtype(self.dtype))?;
-        let mut captured: Vec<Option<Tensor>> = vec![None; pass.taps.len()];
+        let mut captured: Vec<Vec<Option<Tensor>>> =
+            batch.iter().map(|(_, pass)| vec![None; pass.taps.len()]).collect();
         for (index, (layer, &window)) in
             self.layers.iter().zip(&self.config.layer_windows).enumerate()
         {
-            let known = masks.iter().position(|(known, _)| *known == window);
-            let known = match known {
-                Some(known) => known,
-                None => {
-                    let (positions, mask) = (pass.positions, pass.mask);
-                    let mask = LayerMask::new(pass.start, positions, mask, window, &self.device)?;
-                    masks.push((window, mask));
-                    masks.len() - 1
-                }
-            };
-            let mask = &masks[known].1;
             let normed = self.normalise(&layer.input_norm, &x)?;
+            let cached = layer.cached;
             let mixed = match &layer.mixer {
                 Mixer::Attention(attention) => {
-                    attention.forward(&normed, &rotation, mask, cache, layer.cached, pass.start)?
+                    let segments = masks.segments(batch, window, &self.device)?;
+                    attention.forward(&normed, &rotation, &segments, cached)?
                 }
                 Mixer::Gated(attention) => {
-                    attention.forward(&normed, &rotation, mask, cache, layer.cached, pass.start)?
+                    let segments = masks.segments(batch, window, &self.device)?;
+                    attention.forward(&normed, &rotation, &segments, cached)?
                 }
-                Mixer::DeltaNet(net) => net.forward(&normed, cache.states_mut(), layer.cached)?,
+                Mixer::DeltaNet(net) => {
+                    let mut mixed = Vec::with_capacity(batch.len());
+                    let mut first = 0;
+                    for (cache, pass) in &mut *batch {
+                        let rows = normed.narrow(0, first, pass.tokens.len())?;
+                        mixed.push(net.forward(&rows, cache.states_mut(), cached)?);
+                        first += pass.tokens.len();
+                    }
+                    Tensor::cat(&mixed, 0)?
+                }
             };
             x = (x + mixed)?;
             let normed = self.normalise(&layer.post_norm, &x)?;
             x = (&x + layer.mlp.forward(&normed)?)?;
-            for (slot, &tap) in captured.iter_mut().zip(pass.taps) {
-                if tap == index {
-                    *slot = Some(x.clone());
+            let mut first = 0;
+            for ((_, pass), captured) in batch.iter().zip(&mut captured) {
+                let n = pass.tokens.len();
+                for (slot, _) in
+                    captured.iter_mut().zip(pass.taps).filter(|(_, tap)| **tap == index)
+                {
+                    *slot = Some(x.narrow(0, first, n)?);
                 }
+                first += n;
             }
         }
 
-        let captured: Vec<Tensor> = captured.into_iter().flatten().collect();
-        let taps =
-            if captured.is_empty() { None } else { Some(Tensor::cat(&captured, D::Minus1)?) };
-        let wanted = match pass.want {
-            Want::Nothing => None,
-            Want::Last => Some(x.narrow(0, n - 1, 1)?),
-            Want::Rows(rows) => Some(x.index_select(&Tensor::new(rows, &self.device)?, 0)?),
-            Want::All => Some(x),
-        };
-        let logits = match wanted {
-            None => None,
-            Some(hidden) => Some(self.lm_head.forward(&self.normalise(&self.norm, &hidden)?)?),
-        };
-        if let Some(states) = cache.states_mut() {
-            states.finish();
+        let mut wanted = Vec::new();
+        let mut first = 0;
+        for (_, pass) in &*batch {
+            let n = pass.tokens.len();
+            let rows = x.narrow(0, first, n)?;
+            match pass.want {
+                Want::Nothing => {}
+                Want::Last => wanted.push(rows.narrow(0, n - 1, 1)?),
+                Want::Rows(of) => {
+                    wanted
+                        .push(rows.contiguous()?.index_select(&Tensor::new(of, &self.device)?, 0)?);
+                }
+                Want::All => wanted.push(rows),
+            }
+            first += n;
         }
-        Ok(Output { logits, taps })
+        let logits = if wanted.is_empty() {
+            None
+        } else {
+            let hidden = Tensor::cat(&wanted, 0)?;
+            Some(self.lm_head.forward(&self.normalise(&self.norm, &hidden)?)?)
+        };
+        let mut outputs = Vec::with_capacity(batch.len());
+        let mut first = 0;
+        for ((cache, pass), captured) in batch.iter_mut().zip(captured) {
+            let rows = pass.wanted();
+            let part = logits.as_ref().filter(|_| rows > 0);
+            let part = part.map(|logits| logits.narrow(0, first, rows)).transpose()?;
+            first += rows;
+            let captured: Vec<Tensor> = captured.into_iter().flatten().collect();
+            let taps =
+                if captured.is_empty() { None } else { Some(Tensor::cat(&captured, D::Minus1)?) };
+            if let Some(states) = cache.states_mut() {
+                states.finish();
+            }
+            outputs.push(Output { logits: part, taps });
+        }
+        Ok(outputs)
+    }
+
+    /// Whether two models are clones of one.
+    pub(crate) fn shares_weights_with(&self, other: &Self) -> bool {
+        self.embed_tokens.table().id() == other.embed_tokens.table().id()
+            && self.lm_head.weight().id() == other.lm_head.weight().id()
+            && self.layers.len() == other.layers.len()
     }
 
     fn normalise(&self, norm: &RmsNorm, x: &Tensor) -> Result<Tensor> {

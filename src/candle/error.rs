@@ -17,6 +17,24 @@ pub enum Error {
     #[error(transparent)]
     Core(#[from] crate::Error),
 
+    /// The CUDA driver failed.
+    #[cfg(feature = "cuda")]
+    #[error("CUDA: {0}")]
+    Cuda(#[from] cudarc::driver::DriverError),
+
+    /// cuBLAS failed.
+    #[cfg(feature = "cuda")]
+    #[error("cuBLAS: {0}")]
+    Cublas(#[from] cudarc::cublaslt::result::CublasError),
+
+    /// A library that GPUs need is not installed.
+    #[cfg(feature = "cuda")]
+    #[error("{library} was not found on this machine")]
+    NoCuda {
+        /// Which one.
+        library: &'static str,
+    },
+
     /// A file could not be read.
     #[error("{}: {source}", path.display())]
     Io {

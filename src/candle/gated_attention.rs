@@ -3,10 +3,10 @@
 use candle_core::{DType, Tensor};
 use candle_nn::{Linear, Module, RmsNorm};
 
-use super::attention::{LayerMask, attend};
+use super::attention::{Segment, attend_segments};
 use super::layers::{Heads, linear, project_residual, zero_centred_norm};
 use super::rope::Rotation;
-use super::{KvCache, Result, Weights};
+use super::{Result, Weights};
 
 /// Rotary grouped-query self-attention whose output is multiplied by the sigmoid of a gate.
 #[derive(Debug, Clone)]
@@ -54,16 +54,14 @@ impl GatedAttention {
         })
     }
 
-    /// Attends from the new rows `x` (`[n, hidden_size]`), writing their keys and values into `cache`
-    /// at `start..start + n`. Gives `[n, hidden_size]` in the type of the residual stream.
+    /// Attends from the new rows `x` (`[n, hidden_size]`) of all segments, writing their keys and values
+    /// into the caches. Gives `[n, hidden_size]` in the type of the residual stream.
     pub(crate) fn forward(
         &self,
         x: &Tensor,
         rotation: &Rotation,
-        mask: &LayerMask,
-        cache: &KvCache,
+        segments: &[Segment<'_>],
         layer: usize,
-        start: usize,
     ) -> Result<Tensor> {
         let Heads { num_heads, num_kv_heads, head_dim, .. } = self.heads;
         let n = x.dim(0)?;
@@ -79,8 +77,7 @@ impl GatedAttention {
         };
         let (q, k) = (normed(&self.q_norm, q)?, normed(&self.k_norm, k)?);
         let (q, k) = (rotation.apply(&q)?, rotation.apply(&k)?);
-        let (k, v) = cache.write(layer, start, mask.first, &k, &v)?;
-        let mixed = attend(&q, &k, &v, mask.bias.as_ref(), (head_dim as f64).powf(-0.5))?;
+        let mixed = attend_segments(&q, &k, &v, segments, layer)?;
         let gated = (mixed * candle_nn::ops::sigmoid(&gate.contiguous()?)?)?;
         project_residual(&self.o, &gated)
     }

@@ -3,7 +3,7 @@
 use candle_core::{D, DType, Tensor};
 use candle_nn::{Linear, Module, RmsNorm};
 
-use super::attention::{LayerMask, attend};
+use super::attention::{Segment, attend_segments};
 use super::rope::Rotation;
 use super::{Error, KvCache, Result, Weights};
 
@@ -235,16 +235,14 @@ impl SelfAttention {
         Ok(Self { qkv, qk_norm, o, heads })
     }
 
-    /// Attends from the new rows `x` (`[n, hidden_size]`), writing their keys and values into `cache`
-    /// at `start..start + n`. Gives `[n, hidden_size]` in the type of the residual stream.
+    /// Attends from the new rows `x` (`[n, hidden_size]`) of all segments, writing their keys and values
+    /// into the caches. Gives `[n, hidden_size]` in the type of the residual stream.
     pub(crate) fn forward(
         &self,
         x: &Tensor,
         rotation: &Rotation,
-        mask: &LayerMask,
-        cache: &KvCache,
+        segments: &[Segment<'_>],
         layer: usize,
-        start: usize,
     ) -> Result<Tensor> {
         let Heads { num_heads, num_kv_heads, head_dim, .. } = self.heads;
         let n = x.dim(0)?;
@@ -259,8 +257,7 @@ impl SelfAttention {
             (q, k) = (q_norm.forward(&q)?, k_norm.forward(&k)?);
         }
         let (q, k) = (rotation.apply(&q)?, rotation.apply(&k)?);
-        let (k, v) = cache.write(layer, start, mask.first, &k, &v)?;
-        let mixed = attend(&q, &k, &v, mask.bias.as_ref(), (head_dim as f64).powf(-0.5))?;
+        let mixed = attend_segments(&q, &k, &v, segments, layer)?;
         project_residual(&self.o, &mixed)
     }
 

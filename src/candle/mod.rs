@@ -3,6 +3,9 @@
 mod attention;
 mod cache;
 mod config;
+#[cfg(feature = "cuda")]
+#[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+pub mod cuda;
 mod decoder;
 mod delta_net;
 mod delta_rule;
@@ -24,5 +27,5 @@ pub use gguf::{Gguf, Rounding};
 pub use layers::{Embedding, LmHead};
 pub use rope::{RopeConfig, RopeScaling};
 pub use state_cache::StateMethod;
-pub use target::{CandleTarget, Taps};
+pub use target::{BatchEntry, CandleTarget, Taps, verify_batch};
 pub use weights::Weights;

@@ -134,6 +134,21 @@ impl RopeConfig {
         Ok(scaled.into_iter().map(|f| f as f32).collect())
     }
 
+    /// Cosine and sine of every frequency at every position below `positions`, position by position.
+    pub(crate) fn angles(&self, positions: usize) -> Result<Vec<(f32, f32)>> {
+        let inv_freq = self.inv_freq()?;
+        let factor = self.attention_factor();
+        let mut angles = Vec::with_capacity(positions * inv_freq.len());
+        for position in 0..positions {
+            for freq in &inv_freq {
+                // The f32 product is what the models were trained with.
+                let (sin, cos) = f64::from(position as f32 * freq).sin_cos();
+                angles.push(((cos * factor) as f32, (sin * factor) as f32));
+            }
+        }
+        Ok(angles)
+    }
+
     fn attention_factor(&self) -> f64 {
         match self.scaling {
             RopeScaling::Yarn { attention_factor, .. } => attention_factor,
@@ -159,19 +174,10 @@ impl RopeTable {
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let inv_freq = config.inv_freq()?;
-        let factor = config.attention_factor();
-        let mut cos = Vec::with_capacity(positions * inv_freq.len());
-        let mut sin = Vec::with_capacity(positions * inv_freq.len());
-        for position in 0..positions {
-            for freq in &inv_freq {
-                // The f32 product is what the models were trained with.
-                let (s, c) = f64::from(position as f32 * freq).sin_cos();
-                cos.push((c * factor) as f32);
-                sin.push((s * factor) as f32);
-            }
-        }
-        let shape = (positions, inv_freq.len());
+        let angles = config.angles(positions)?;
+        let cos = angles.iter().map(|&(cos, _)| cos).collect();
+        let sin = angles.iter().map(|&(_, sin)| sin).collect();
+        let shape = (positions, config.rotary_dim / 2);
         Ok(Self {
             cos: Tensor::from_vec(cos, shape, device)?.to_dtype(dtype)?,
             sin: Tensor::from_vec(sin, shape, device)?.to_dtype(dtype)?,

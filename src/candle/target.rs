@@ -15,8 +15,8 @@ const PREFILL_SCORES: usize = 1 << 24;
 /// A [`DecoderModel`] with the cache of one sequence, as the target of a speculative round.
 ///
 /// Greedy picks are made on the device: the greatest f32 logit, of equal ones the lowest id. One
-/// verification then costs one synchronisation with the host, which fetches the picks. Sampling is done
-/// on the host, which fetches the logits of the slots that the text reaches, one by one.
+/// verification then costs one synchronisation with the host, which fetches the picks. Sampling is
+/// done on the host, which fetches the logits of the slots that the text reaches, one by one.
 #[derive(Debug)]
 pub struct CandleTarget {
     model: DecoderModel,
@@ -40,8 +40,8 @@ pub struct Taps {
 }
 
 impl Taps {
-    /// Rows of tapped layers, `[rows, taps * hidden_size]`, layers side by side in the order they were
-    /// asked for; `None` if no layer is tapped.
+    /// Rows of tapped layers, `[rows, taps * hidden_size]`, layers side by side in the order they
+    /// were asked for; `None` if no layer is tapped.
     pub fn new(hidden: Option<Tensor>) -> Self {
         Self { hidden }
     }
@@ -59,8 +59,8 @@ impl Taps {
 }
 
 impl CandleTarget {
-    /// A target with an empty cache of at most `max_len` rows that captures the outputs of the layers
-    /// `taps` (0-based, in this order) for its drafter; an empty list captures nothing.
+    /// A target with an empty cache of at most `max_len` rows that captures the outputs of the
+    /// layers `taps` (0-based, in this order) for its drafter; an empty list captures nothing.
     ///
     /// # Errors
     /// `max_len` is 0 or more than the model's positions, a tap names no layer, or an error from
@@ -185,6 +185,68 @@ impl Verifier for CandleTarget {
     }
 }
 
+/// One sequence of a batch to [verify](verify_batch).
+#[derive(Debug)]
+pub struct BatchEntry<'a> {
+    /// The sequence's target; all of a batch share one model.
+    pub target: &'a mut CandleTarget,
+    /// What to verify, as for [`Verifier::verify`].
+    pub round: Round<'a>,
+    /// Where its picks go.
+    pub picks: Picks<'a>,
+}
+
+/// Verifies one round of each of several sequences in one pass: the products with the weights run over
+/// the rows of all of them, attention sequence by sequence. Picks, caches and features are those of
+/// [`Verifier::verify`] on each, as far as a product does not depend on its number of rows; commits
+/// follow one by one, as after it.
+///
+/// Targets are of one model if they were made from clones of it.
+///
+/// # Errors
+/// Targets of different models; otherwise as [`Verifier::verify`] of any of them. Committed rows are as
+/// they were, and no round of the batch counts as verified.
+pub fn verify_batch(batch: &mut [BatchEntry<'_>]) -> Result<()> {
+    let Some(first) = batch.first() else { return Ok(()) };
+    let model = first.target.model.clone();
+    let mut passes = Vec::with_capacity(batch.len());
+    for BatchEntry { target, round, .. } in &mut *batch {
+        target.verified = None;
+        check_start(round.start(), &target.cache)?;
+        if !target.model.shares_weights_with(&model) {
+            return Err(Error::argument("target", "another model", "one model for a batch"));
+        }
+        let tree = round.tree();
+        target.positions.clear();
+        target.positions.resize(tree.len(), 0);
+        round.positions_into(&mut target.positions)?;
+        let CandleTarget { cache, taps, positions, .. } = &mut **target;
+        let pass = Forward {
+            tokens: tree.tokens(),
+            positions,
+            start: round.start(),
+            mask: round.mask(),
+            tree: Some(tree),
+            want: Want::All,
+            taps,
+        };
+        passes.push((cache, pass));
+    }
+    let outputs = model.forward_batch(&mut passes)?;
+    for (entry, output) in batch.iter_mut().zip(&outputs) {
+        let logits = output.logits.as_ref();
+        pick(
+            logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?,
+            &mut entry.picks,
+        )?;
+    }
+    for (entry, output) in batch.iter_mut().zip(outputs) {
+        let slots = entry.round.tree().len();
+        entry.target.verified = Some(Verified { slots, taps: Taps::new(output.taps) });
+    }
+    Ok(())
+}
+
 fn check_start(start: usize, cache: &KvCache) -> Result<()> {
     if start == cache.len() {
         return Ok(());
@@ -192,8 +254,8 @@ fn check_start(start: usize, cache: &KvCache) -> Result<()> {
     Err(Error::argument("start", start, format!("the committed length {}", cache.len())))
 }
 
-/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32). The device picks greedily; for
-/// anything else, rows that the text reaches come to the host.
+/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32). The device picks greedily;
+/// for anything else, rows that the text reaches come to the host.
 fn pick(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
     let vocab_size = logits.dim(D::Minus1)?;
     let logits = logits.contiguous()?;
@@ -228,8 +290,8 @@ fn pick(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The lowest id among the greatest logits of each row, or `vocab_size` for a row with a NaN or +inf.
-/// candle's own `argmax` does not say which of equal values it takes.
+/// The lowest id among the greatest logits of each row, or `vocab_size` for a row with a NaN or
+/// +inf. candle's own `argmax` does not say which of equal values it takes.
 fn argmax_on_device(logits: &Tensor) -> Result<Vec<u32>> {
     let (rows, vocab_size) = logits.dims2()?;
     let (shape, device) = ((rows, vocab_size), logits.device());

@@ -50,12 +50,22 @@ impl Cut {
 }
 
 impl Sampler {
-    pub(crate) fn start(&mut self, settings: &Sampling, vocab_size: usize, prompt_len: usize) {
+    /// Begins a sequence whose paths have at most `longest` tokens.
+    pub(crate) fn start(
+        &mut self,
+        settings: &Sampling,
+        vocab_size: usize,
+        prompt_len: usize,
+        longest: usize,
+    ) {
         self.settings.clone_from(settings);
         self.vocab_size = vocab_size;
         self.prompt_len = prompt_len;
         self.path.clear();
         self.history = 0;
+        if self.rule() == PickRule::Pipeline {
+            self.path.reserve(longest);
+        }
     }
 
     pub(crate) fn set_constraint(&mut self, constraint: Option<Box<dyn Constraint>>) {
@@ -74,8 +84,8 @@ impl Sampler {
         if self.is_constrained() { PickRule::Pipeline } else { self.settings.rule() }
     }
 
-    /// Whether the constraint lets `token` follow the path to `parent`, a slot of `tree`, whose root is the last of
-    /// `tokens`.
+    /// Whether the constraint lets `token` follow the path to `parent`, a slot of `tree`, whose
+    /// root is the last of `tokens`.
     pub(crate) fn allows(
         &mut self,
         tokens: &[u32],
@@ -91,7 +101,8 @@ impl Sampler {
         self.constraint.as_mut().is_none_or(|constraint| constraint.allows(path, token))
     }
 
-    /// Picks the token after the path to a slot of a tree whose root is the last of `tokens`, or after `tokens`.
+    /// Picks the token after the path to a slot of a tree whose root is the last of `tokens`, or
+    /// after `tokens`.
     ///
     /// # Errors
     ///
@@ -244,8 +255,8 @@ impl Sampler {
 
     /// The token with the greatest sum of `logit / temperature` and noise among those kept.
     ///
-    /// Noise is drawn chunk by chunk first. Only chunks whose bound reaches the best sum so far are looked into, the
-    /// most promising one first.
+    /// Noise is drawn chunk by chunk first. Only chunks whose bound reaches the best sum so far are
+    /// looked into, the most promising one first.
     fn race(&mut self, row: &[f32], cut: Cut, noise: Noise) -> Option<u32> {
         let temperature = f64::from(self.settings.temperature);
         let scaled = |value: f32| f64::from(value) / temperature;

@@ -4,16 +4,19 @@
 //! * [`BestFirst`]: the most probable prefixes under a node budget (DDTree).
 //! * [`chain`]: the single path of best tokens (DFlash).
 //! * [`Expand`]: where builders get children from; [`Filter`] leaves some out.
+//! * [`SharedBudget`]: one node budget for the trees of a batch.
 
 pub mod chain;
 
 mod best_first;
 mod expand;
 mod filter;
+mod shared;
 
 pub use best_first::{BestFirst, TreeSettings};
 pub use expand::Expand;
 pub use filter::Filter;
+pub use shared::SharedBudget;
 
 use crate::Error;
 
@@ -169,6 +172,13 @@ impl DraftTree {
         debug_assert!(parent < self.len() && self.child(parent, token).is_none());
         let slot = self.len();
         self.append(token, parent as i32, self.depths[parent] + 1, score);
+        self.link(slot, parent);
+        slot
+    }
+
+    /// Makes a slot the youngest child of its parent.
+    #[inline]
+    fn link(&mut self, slot: usize, parent: usize) {
         let last = std::mem::replace(&mut self.last_children[parent], slot as i32);
         if last == NONE {
             self.first_children[parent] = slot as i32;
@@ -176,7 +186,6 @@ impl DraftTree {
             self.next_siblings[last as usize] = slot as i32;
         }
         self.branches |= parent + 1 != slot;
-        slot
     }
 
     #[inline]
@@ -188,6 +197,31 @@ impl DraftTree {
         self.next_siblings.push(NONE);
         self.last_children.push(NONE);
         self.scores.push(score);
+    }
+
+    /// Keeps the root and the first `nodes` nodes, which are a tree since parents
+    /// come before their children. No effect if there are no more.
+    ///
+    /// # Complexity
+    ///
+    /// Linear in the number of nodes kept.
+    pub fn truncate(&mut self, nodes: usize) {
+        if nodes >= self.nodes() {
+            return;
+        }
+        let slots = nodes + 1;
+        self.tokens.truncate(slots);
+        self.parents.truncate(slots);
+        self.depths.truncate(slots);
+        self.scores.truncate(slots);
+        for links in [&mut self.first_children, &mut self.next_siblings, &mut self.last_children] {
+            links.clear();
+            links.resize(slots, NONE);
+        }
+        self.branches = false;
+        for slot in 1..slots {
+            self.link(slot, self.parents[slot] as usize);
+        }
     }
 
     /// Makes room for `slots` slots, so that building up to there allocates

@@ -170,7 +170,7 @@ fn tokens_outside_the_vocabulary_are_refused_wherever_they_come_in() {
     decoder.start(&Request::new(&[1, 2])).unwrap();
     decoder.step().unwrap();
     let before = decoder.session().tokens().to_vec();
-    says(decoder.session_mut().append(&[1, 13]).unwrap_err(), &["tokens[1]", "token 13"]);
+    says(decoder.append(&[1, 13]).unwrap_err(), &["tokens[1]", "token 13"]);
     assert_eq!(decoder.session().tokens(), before);
 
     let plan =

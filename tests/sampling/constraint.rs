@@ -169,7 +169,7 @@ fn forbidden_drafts_cost_no_budget() {
         let (mut tokens, mut rounds) = (0, 0);
         for request in requests() {
             let mut decoder = Decoder::new(engine(16, Hands::Wanted), config).unwrap();
-            decoder.session_mut().set_constraint(Some(Box::new(Grammar { prune }))).unwrap();
+            decoder.set_constraint(Some(Box::new(Grammar { prune }))).unwrap();
             decoder.start(&request).unwrap();
             while decoder.step().unwrap().is_some() {}
             for round in decoder.session().trace() {
@@ -213,7 +213,7 @@ impl Constraint for DeadEnd {
 fn a_dead_end_is_an_error_where_the_text_gets_there_and_nowhere_else() {
     let config = Config::new(Algorithm::Tree).budget(16);
     let mut decoder = Decoder::new(engine(16, Hands::Logits), &config).unwrap();
-    decoder.session_mut().set_constraint(Some(Box::new(DeadEnd(10)))).unwrap();
+    decoder.set_constraint(Some(Box::new(DeadEnd(10)))).unwrap();
     // Rows beyond ten tokens are verified before that, but not reached.
     decoder.start(&Request::new(&[1, 2]).max_new_tokens(10)).unwrap();
     while decoder.step().unwrap().is_some() {}
@@ -229,7 +229,7 @@ fn a_dead_end_is_an_error_where_the_text_gets_there_and_nowhere_else() {
     let slot = matches!(error, ddtree::DecodeError::Verifier { source: Error::NoToken { .. }, .. });
     assert!(slot, "{error}");
     // Nothing is lost: without the constraint it goes on.
-    decoder.session_mut().set_constraint(None).unwrap();
+    decoder.set_constraint(None).unwrap();
     while decoder.step().unwrap().is_some() {}
     assert_eq!(decoder.session().generated().len(), 11);
 }

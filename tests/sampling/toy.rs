@@ -236,7 +236,7 @@ pub fn decode(
     constraint: Option<Box<dyn Constraint>>,
 ) -> Text {
     let mut decoder = Decoder::new(engine, config).unwrap();
-    decoder.session_mut().set_constraint(constraint).unwrap();
+    decoder.set_constraint(constraint).unwrap();
     let generated = decoder.generate(request, |_| std::ops::ControlFlow::Continue(())).unwrap();
     Text { tokens: generated.tokens.to_vec(), stats: generated.stats.clone() }
 }

@@ -37,13 +37,13 @@ use crate::candle::{
 /// ```
 #[derive(Clone, Debug, PartialEq)]
 pub struct DFlashConfig {
-    pub(super) decoder: DecoderConfig,
+    pub(in crate::candle) decoder: DecoderConfig,
     pub(super) attention: Vec<BlockAttention>,
     pub(super) block_size: usize,
     pub(super) mask_token_id: u32,
     pub(super) target_layer_ids: Vec<usize>,
-    pub(super) num_target_layers: Option<usize>,
-    pub(super) target_hidden_size: usize,
+    pub(in crate::candle) num_target_layers: Option<usize>,
+    pub(in crate::candle) target_hidden_size: usize,
 }
 
 /// What a slot of the block sees in one drafter layer.

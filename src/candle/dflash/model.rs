@@ -9,7 +9,7 @@ use super::{BlockAttention, DFlashConfig};
 use crate::TopK;
 use crate::candle::{
     DecoderModel, Embedding, Error, KvCache, LmHead, Result, Weights,
-    attention::LayerMask,
+    attention::{LayerMask, Segment},
     layers::{self, AttentionParts, Heads, Mlp, SelfAttention},
     rope::{RopeTable, Rotation},
 };
@@ -339,14 +339,8 @@ impl DFlash {
             };
             let normed = layer.input_norm.forward(&x)?.to_dtype(self.dtype)?;
             let mask = &masks[known].1;
-            x = (x + layer.attention.forward(
-                &normed,
-                &rotation,
-                mask,
-                &self.context,
-                index,
-                len,
-            )?)?;
+            let block = Segment { rows: normed.dim(0)?, mask, cache: &self.context, start: len };
+            x = (x + layer.attention.forward(&normed, &rotation, &[block], index)?)?;
             let normed = layer.post_norm.forward(&x)?.to_dtype(self.dtype)?;
             x = (&x + layer.mlp.forward(&normed)?)?;
         }

@@ -1,5 +1,3 @@
-//! Checks that engines run on their own [`Verifier`].
-
 use crate::{
     AncestorMask, DraftTree, Error, MaskForm, PickRule, Picks, Prefill, Round, Sampling, Verifier,
     sample::Sampler, verifier::PickContext,
@@ -45,12 +43,12 @@ fn place(slot: &Option<usize>) -> String {
     slot.map_or("after the prefill".into(), |slot| format!("slot {slot}"))
 }
 
-/// Checks that the token ids that a verifier picks on its device are those that this crate picks from its logits: after
-/// a prompt, and at every slot of a tree.
+/// Checks that the token ids that a verifier picks on its device are those that this crate picks
+/// from its logits: after a prompt, and at every slot of a tree.
 ///
-/// The verifier is reset. It is asked for the same work twice, once in the way that
-/// `sampling` needs ([`Picks::rule`]) and once with logits demanded. One that always hands over logits passes. The root of `tree`
-/// stands for the token after the prompt.
+/// The verifier is reset. It is asked for the same work twice, once in the way that `sampling`
+/// needs ([`Picks::rule`]) and once with logits demanded. One that always hands over logits passes.
+/// The root of `tree` stands for the token after the prompt.
 ///
 /// # Errors
 ///
@@ -114,7 +112,7 @@ pub fn check_picks<V: Verifier>(
 
     let mut picks_asking = |at_least: PickRule| {
         let mut sampler = Sampler::default();
-        sampler.start(sampling, vocab_size, prompt.len());
+        sampler.start(sampling, vocab_size, prompt.len(), prompt.len() + tree.len());
         let rule = sampler.rule().max(at_least);
         let mut tokens = prompt.to_vec();
         let (mut ids, mut all, mut by_id) = (Vec::new(), Vec::new(), false);

@@ -1,0 +1,63 @@
+//! Compiles the CUDA kernels to PTX, which the driver turns into code for the GPU it finds. Does nothing without the
+//! feature `cuda`.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+const KERNELS: &str = "src/candle/cuda/kernels";
+
+/// PTX runs on the architecture that it was made for and on all later ones. The first has all that the kernels need;
+/// the second lets a kernel be started while the one before it still runs.
+const ARCHITECTURES: [&str; 2] = ["80", "90"];
+
+fn main() {
+    println!("cargo:rerun-if-changed=build.rs");
+    if env::var_os("CARGO_FEATURE_CUDA").is_none() {
+        return;
+    }
+    println!("cargo:rerun-if-changed={KERNELS}");
+    for variable in ["NVCC", "CUDA_HOME", "CUDA_PATH"] {
+        println!("cargo:rerun-if-env-changed={variable}");
+    }
+    let nvcc = nvcc();
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
+    let sources = fs::read_dir(KERNELS).expect("the kernels are beside build.rs");
+    let sources = sources
+        .map(|entry| entry.expect("the folder can be read").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "cu"));
+    let running: Vec<_> = sources
+        .flat_map(|source| ARCHITECTURES.map(|architecture| (source.clone(), architecture)))
+        .map(|(source, architecture)| {
+            let name = source.with_extension(format!("{architecture}.ptx"));
+            let child = Command::new(&nvcc)
+                .args(["-ptx", "-O3", "-std=c++17", "-arch", &format!("compute_{architecture}"), "-o"])
+                .args([&out.join(name.file_name().expect("a file has a name")), &source])
+                .spawn()
+                .unwrap_or_else(|error| {
+                    panic!(
+                        "the feature `cuda` needs nvcc of CUDA 12 or 13; running {} failed: {error}. \
+                         Set NVCC to its path or CUDA_HOME to its toolkit.",
+                        nvcc.display()
+                    )
+                });
+            (source, child)
+        })
+        .collect();
+    for (source, mut child) in running {
+        let status = child.wait().expect("nvcc can be waited for");
+        assert!(status.success(), "nvcc failed on {}: {status}", source.display());
+    }
+}
+
+fn nvcc() -> PathBuf {
+    if let Some(nvcc) = env::var_os("NVCC") {
+        return nvcc.into();
+    }
+    let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(env::var_os).map(PathBuf::from);
+    homes
+        .chain([Path::new("/usr/local/cuda").into()])
+        .map(|home| home.join("bin/nvcc"))
+        .find(|nvcc| nvcc.exists())
+        .unwrap_or_else(|| "nvcc".into())
+}

@@ -1,0 +1,460 @@
+//! A GPU as this backend uses it: one stream, and memory that is allocated once.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::marker::PhantomData;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use cudarc::cublaslt;
+use cudarc::driver::{
+    CudaContext, CudaFunction, CudaGraph, CudaModule, CudaStream, result,
+    sys::{self, CUdeviceptr},
+};
+use cudarc::nvrtc::Ptx;
+
+use super::products::{Products, WORKSPACE};
+use crate::candle::{Error, Result};
+
+/// Blocks of a kernel that is started early at most: those of larger ones would take multiprocessors from the kernel
+/// that they wait for.
+const EARLY_BLOCKS: u32 = 264;
+
+/// A GPU. Clones are handles to the same one; everything made from it runs in one stream, in the order in which it
+/// was asked for.
+///
+/// It stays on the thread that made it.
+#[derive(Clone)]
+pub struct Gpu(Rc<Inner>);
+
+struct Inner {
+    products: Products,
+    modules: Modules,
+    stream: Arc<CudaStream>,
+    context: Arc<CudaContext>,
+    workspace: CUdeviceptr,
+    /// Whether kernels can be started before the one ahead of them is done.
+    hopper: bool,
+}
+
+pub(super) struct Modules {
+    pub(super) attention: Arc<CudaModule>,
+    pub(super) commit: Arc<CudaModule>,
+    pub(super) norm: Arc<CudaModule>,
+    pub(super) random: Arc<CudaModule>,
+    pub(super) rope: Arc<CudaModule>,
+    pub(super) select: Arc<CudaModule>,
+}
+
+macro_rules! module {
+    ($context:expr, $hopper:expr, $name:literal) => {{
+        let [old, new] = [
+            include_str!(concat!(env!("OUT_DIR"), "/", $name, ".80.ptx")),
+            include_str!(concat!(env!("OUT_DIR"), "/", $name, ".90.ptx")),
+        ];
+        $context.load_module(Ptx::from_src(if $hopper { new } else { old }))?
+    }};
+}
+
+impl Gpu {
+    /// Opens the GPU with this number.
+    ///
+    /// # Errors
+    /// No driver, no cuBLAS or no such GPU; one older than compute capability 8.0.
+    pub fn new(ordinal: usize) -> Result<Self> {
+        // SAFETY: these open the libraries and close them again.
+        let (driver, cublas) =
+            unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
+        if !driver || !cublas {
+            return Err(Error::NoCuda {
+                library: if driver { "cuBLAS" } else { "the CUDA driver" },
+            });
+        }
+        let context = CudaContext::new(ordinal)?;
+        let (major, minor) = context.compute_capability()?;
+        if major < 8 {
+            let found = format!("a GPU of compute capability {major}.{minor}");
+            return Err(Error::argument("ordinal", found, "8.0 or later"));
+        }
+        let hopper = major >= 9;
+        let stream = context.new_stream()?;
+        let modules = Modules {
+            attention: module!(context, hopper, "attention"),
+            commit: module!(context, hopper, "commit"),
+            norm: module!(context, hopper, "norm"),
+            random: module!(context, hopper, "random"),
+            rope: module!(context, hopper, "rope"),
+            select: module!(context, hopper, "select"),
+        };
+        let products = Products::new()?;
+        // SAFETY: plain allocation; freed in `drop`.
+        let workspace = unsafe { result::malloc_sync(WORKSPACE)? };
+        Ok(Self(Rc::new(Inner { products, modules, stream, context, workspace, hopper })))
+    }
+
+    /// Its name.
+    ///
+    /// # Errors
+    /// The driver fails.
+    pub fn name(&self) -> Result<String> {
+        Ok(self.0.context.name()?)
+    }
+
+    /// Free and total memory, in bytes.
+    ///
+    /// # Errors
+    /// The driver fails.
+    pub fn memory(&self) -> Result<(usize, usize)> {
+        Ok(self.0.context.mem_get_info()?)
+    }
+
+    /// Number of multiprocessors.
+    pub(super) fn multiprocessors(&self) -> Result<usize> {
+        let count = sys::CUdevice_attribute_enum::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
+        Ok(self.0.context.attribute(count)? as usize)
+    }
+
+    /// Makes this GPU the thread's.
+    pub(super) fn bind(&self) -> Result<()> {
+        Ok(self.0.context.bind_to_thread()?)
+    }
+
+    pub(super) fn products(&self) -> &Products {
+        &self.0.products
+    }
+
+    /// The memory that products may use, and the stream.
+    pub(super) fn workspace(&self) -> (CUdeviceptr, sys::CUstream) {
+        (self.0.workspace, self.0.stream.cu_stream())
+    }
+
+    pub(super) fn modules(&self) -> &Modules {
+        &self.0.modules
+    }
+
+    /// Waits until everything asked for is done.
+    pub(super) fn synchronize(&self) -> Result<()> {
+        Ok(self.0.stream.synchronize()?)
+    }
+
+    /// Memory of `bytes` bytes, zeroed.
+    pub(super) fn allocate(&self, bytes: usize) -> Result<Buffer> {
+        self.0.context.bind_to_thread()?;
+        // The driver refuses empty allocations.
+        let bytes = bytes.max(1);
+        // SAFETY: the memory is freed once, in `drop`, and zeroed before anything in the stream uses it.
+        let pointer = unsafe {
+            let pointer = result::malloc_sync(bytes)?;
+            result::memset_d8_async(pointer, 0, bytes, self.0.stream.cu_stream())?;
+            pointer
+        };
+        Ok(Buffer { pointer, bytes, gpu: self.clone() })
+    }
+
+    /// A copy of `data` on the GPU.
+    pub(super) fn upload<T: bytes::Plain>(&self, data: &[T]) -> Result<Buffer> {
+        let buffer = self.allocate(size_of_val(data))?;
+        self.synchronize()?;
+        // SAFETY: the buffer is as large as the data, and nothing in the stream uses it yet.
+        unsafe { result::memcpy_htod_sync(buffer.pointer, data)? };
+        Ok(buffer)
+    }
+
+    /// Copies the first elements of a buffer to the host, after all work asked for before.
+    pub(super) fn download<T: bytes::Plain>(&self, from: &Buffer, to: &mut [T]) -> Result<()> {
+        self.download_from(from, 0, to)
+    }
+
+    /// Copies elements to the host that begin `skipped` bytes on in a buffer, after all work asked for before.
+    pub(super) fn download_from<T: bytes::Plain>(
+        &self,
+        from: &Buffer,
+        skipped: usize,
+        to: &mut [T],
+    ) -> Result<()> {
+        assert!(skipped + size_of_val(to) <= from.bytes, "the buffer has what is read");
+        self.synchronize()?;
+        // SAFETY: checked above; any bytes are a valid `Plain`.
+        Ok(unsafe { result::memcpy_dtoh_sync(to, from.at(skipped))? })
+    }
+
+    /// Host memory that copies in the stream can use without waiting, zeroed.
+    pub(super) fn pinned<T: bytes::Plain>(&self, len: usize) -> Result<Pinned<T>> {
+        self.0.context.bind_to_thread()?;
+        let bytes = len * size_of::<T>();
+        // SAFETY: the memory is freed once, in `drop`; zeroes are a valid `Plain`.
+        let pointer = unsafe {
+            let pointer = result::malloc_host(bytes.max(1), 0)?.cast::<T>();
+            pointer.write_bytes(0, len);
+            pointer
+        };
+        Ok(Pinned { pointer, len, _element: PhantomData, _gpu: self.clone() })
+    }
+
+    /// Asks for a copy of the first `bytes` of `from`, whose memory has to stay as it is until the stream has got
+    /// there.
+    pub(super) fn copy_in<T: bytes::Plain>(
+        &self,
+        from: &Pinned<T>,
+        to: &Buffer,
+        bytes: usize,
+    ) -> Result<()> {
+        assert!(
+            bytes <= to.bytes && bytes <= from.len * size_of::<T>(),
+            "the copy fits both sides"
+        );
+        // SAFETY: checked above; pinned memory is freed only after the stream has been waited for.
+        Ok(unsafe {
+            let from = std::slice::from_raw_parts(from.pointer.cast::<u8>(), bytes);
+            result::memcpy_htod_async(to.pointer, from, self.0.stream.cu_stream())?
+        })
+    }
+
+    /// Asks for a copy of the first `bytes` of `from` to the host, to be read after the next wait.
+    pub(super) fn copy_out<T: bytes::Plain>(
+        &self,
+        from: &Buffer,
+        to: &Pinned<T>,
+        bytes: usize,
+    ) -> Result<()> {
+        assert!(
+            bytes <= from.bytes && bytes <= to.len * size_of::<T>(),
+            "the copy fits both sides"
+        );
+        // SAFETY: checked above; pinned memory is freed only after the stream has been waited for.
+        Ok(unsafe {
+            let to = std::slice::from_raw_parts_mut(to.pointer.cast::<u8>(), bytes);
+            result::memcpy_dtoh_async(to, from.pointer, self.0.stream.cu_stream())?
+        })
+    }
+
+    /// Asks for a copy within the GPU.
+    pub(super) fn copy(&self, from: CUdeviceptr, to: &Buffer, bytes: usize) -> Result<()> {
+        assert!(bytes <= to.bytes, "the copy fits its target");
+        self.0.context.bind_to_thread()?;
+        // SAFETY: the caller names live memory.
+        Ok(unsafe {
+            result::memcpy_dtod_async(to.pointer, from, bytes, self.0.stream.cu_stream())?
+        })
+    }
+
+    /// Asks for zeroes in the first `bytes` of a buffer.
+    pub(super) fn clear(&self, buffer: &Buffer, bytes: usize) -> Result<()> {
+        assert!(bytes <= buffer.bytes, "the range is within the buffer");
+        // SAFETY: checked above.
+        Ok(unsafe { result::memset_d8_async(buffer.pointer, 0, bytes, self.0.stream.cu_stream())? })
+    }
+
+    /// Asks for a kernel.
+    ///
+    /// # Safety
+    /// `parameters` point to values of the types that the kernel declares, and what it accesses is live memory of
+    /// sufficient size until the stream has got there.
+    pub(super) unsafe fn launch(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        block: (u32, u32),
+        parameters: &mut [*mut c_void],
+    ) -> Result<()> {
+        let (stream, block) = (self.0.stream.cu_stream(), (block.0, block.1, 1));
+        self.0.context.bind_to_thread()?;
+        // SAFETY: promised by the caller.
+        Ok(unsafe {
+            result::launch_kernel(function.cu_function(), grid, block, 0, stream, parameters)?
+        })
+    }
+
+    /// Asks for a kernel that may be started while the kernel asked for before it still runs, where the GPU can do
+    /// that: it waits by itself (`inputs_ready` in `kernels/common.cuh`) before it touches memory.
+    ///
+    /// # Safety
+    /// As [`launch`](Self::launch), and the kernel does that.
+    pub(super) unsafe fn launch_early(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        block: (u32, u32),
+        parameters: &mut [*mut c_void],
+    ) -> Result<()> {
+        let blocks = grid.0 * grid.1 * grid.2;
+        if !self.0.hopper || blocks > EARLY_BLOCKS {
+            // SAFETY: promised by the caller.
+            return unsafe { self.launch(function, grid, block, parameters) };
+        }
+        self.0.context.bind_to_thread()?;
+        // SAFETY: an attribute of zeroes is a value of its type, of plain integers.
+        let mut early: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
+        early.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+        early.value.programmaticStreamSerializationAllowed = 1;
+        let config = sys::CUlaunchConfig {
+            gridDimX: grid.0,
+            gridDimY: grid.1,
+            gridDimZ: grid.2,
+            blockDimX: block.0,
+            blockDimY: block.1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: self.0.stream.cu_stream(),
+            attrs: &raw mut early,
+            numAttrs: 1,
+        };
+        // SAFETY: promised by the caller.
+        unsafe {
+            sys::cuLaunchKernelEx(
+                &raw const config,
+                function.cu_function(),
+                parameters.as_mut_ptr(),
+                std::ptr::null_mut(),
+            )
+            .result()?;
+        }
+        Ok(())
+    }
+
+    /// Captures what `work` asks for as a graph instead of doing it. `work` must have been done once before:
+    /// libraries set themselves up on first use, which cannot be captured.
+    pub(super) fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+        let stream = &self.0.stream;
+        stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?;
+        let outcome = work();
+        // Ends the capture whatever came of it: a stream that captures can do nothing else.
+        let graph = stream.end_capture(sys::CUgraphInstantiate_flags(0));
+        outcome?;
+        let graph = graph?.expect("a stream that captures has a graph");
+        graph.upload()?;
+        Ok(Graph(graph))
+    }
+
+    /// Milliseconds that the GPU takes for what `work` asks for.
+    pub(super) fn time(&self, work: impl FnOnce() -> Result<()>) -> Result<f64> {
+        let flags = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
+        let start = self.0.stream.record_event(flags)?;
+        work()?;
+        let end = self.0.stream.record_event(flags)?;
+        end.synchronize()?;
+        Ok(f64::from(start.elapsed_ms(&end)?))
+    }
+}
+
+impl fmt::Debug for Gpu {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Gpu").field("ordinal", &self.0.context.ordinal()).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        // SAFETY: made in `new`, and nothing is left that could use them. There is no one to tell of an error.
+        unsafe {
+            let _ = self.context.bind_to_thread();
+            let _ = self.stream.synchronize();
+            let _ = result::free_sync(self.workspace);
+        }
+    }
+}
+
+/// A captured sequence of work.
+pub(super) struct Graph(CudaGraph);
+
+impl Graph {
+    pub(super) fn launch(&self) -> Result<()> {
+        Ok(self.0.launch()?)
+    }
+}
+
+impl fmt::Debug for Graph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Graph")
+    }
+}
+
+/// Memory on the GPU.
+pub(super) struct Buffer {
+    pointer: CUdeviceptr,
+    bytes: usize,
+    gpu: Gpu,
+}
+
+impl Buffer {
+    pub(super) fn pointer(&self) -> CUdeviceptr {
+        self.pointer
+    }
+
+    /// The address `bytes` bytes on.
+    pub(super) fn at(&self, bytes: usize) -> CUdeviceptr {
+        assert!(bytes <= self.bytes, "the address is within the buffer");
+        self.pointer + bytes as u64
+    }
+
+    pub(super) fn bytes(&self) -> usize {
+        self.bytes
+    }
+}
+
+impl fmt::Debug for Buffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Buffer").field("bytes", &self.bytes).finish_non_exhaustive()
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: made by `allocate`; the stream may still use it, so it is waited for.
+        unsafe {
+            let _ = self.gpu.0.context.bind_to_thread();
+            let _ = self.gpu.0.stream.synchronize();
+            let _ = result::free_sync(self.pointer);
+        }
+    }
+}
+
+/// Host memory for copies in the stream.
+pub(super) struct Pinned<T> {
+    pointer: *mut T,
+    len: usize,
+    _element: PhantomData<T>,
+    _gpu: Gpu,
+}
+
+impl<T: bytes::Plain> Pinned<T> {
+    /// The elements. What the stream copies here is there after the next wait.
+    pub(super) fn as_slice(&self) -> &[T] {
+        // SAFETY: `pointer` holds `len` elements, zeroed when they were made.
+        unsafe { std::slice::from_raw_parts(self.pointer, self.len) }
+    }
+
+    /// The elements. The caller has waited for copies that read them.
+    pub(super) fn as_mut_slice(&mut self) -> &mut [T] {
+        // SAFETY: as above, and `self` is borrowed mutably.
+        unsafe { std::slice::from_raw_parts_mut(self.pointer, self.len) }
+    }
+}
+
+impl<T> fmt::Debug for Pinned<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Pinned").field("len", &self.len).finish_non_exhaustive()
+    }
+}
+
+impl<T> Drop for Pinned<T> {
+    fn drop(&mut self) {
+        // SAFETY: made by `pinned`; the stream may still use it, so it is waited for.
+        unsafe {
+            let _ = self._gpu.0.context.bind_to_thread();
+            let _ = self._gpu.0.stream.synchronize();
+            let _ = result::free_host(self.pointer.cast());
+        }
+    }
+}
+
+pub(super) mod bytes {
+    /// Types for which every pattern of bytes is a value, and which have no padding.
+    pub(in crate::candle::cuda) trait Plain: Copy {}
+    impl Plain for u8 {}
+    impl Plain for u32 {}
+    impl Plain for u64 {}
+    impl Plain for f32 {}
+    impl Plain for half::bf16 {}
+    impl Plain for half::f16 {}
+}

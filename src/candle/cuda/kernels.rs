@@ -1,0 +1,504 @@
+//! The kernels of one element type and head size, and their launches. What each computes is said where it is written,
+//! in `kernels/`.
+
+use std::ffi::c_void;
+
+use candle_core::DType;
+use cudarc::driver::{CudaFunction, sys::CUdeviceptr};
+
+use super::device::{Buffer, Gpu};
+use crate::candle::{Error, Result};
+
+/// Entries of a row that `top_k` can select at most.
+pub(super) const MAX_TOP_K: usize = 64;
+
+/// Slots of a pass at most: an accepted path names them in bytes.
+pub(super) const MAX_SLOTS: usize = 252;
+
+/// Query rows of one block, and splits of the keys, in the attention kernels for bf16 and f16.
+const TILE_ROWS: usize = 64;
+const MAX_SPLITS: usize = 32;
+
+/// Entries of one block of `top_k`, and candidates of one of its rows at most.
+const SLICE: usize = 8192;
+const MAX_CANDIDATES: usize = 4096;
+
+macro_rules! parameters {
+    ($($value:expr),* $(,)?) => {
+        &mut [$((&raw const $value).cast_mut().cast::<c_void>()),*]
+    };
+}
+
+#[derive(Debug)]
+pub(super) struct Kernels {
+    pub(super) dtype: DType,
+    head_dim: usize,
+    embed_norm: CudaFunction,
+    norm: CudaFunction,
+    silu_mul: CudaFunction,
+    rope_store: CudaFunction,
+    attend: CudaFunction,
+    /// Absent for f32, whose attention has no splits.
+    merge: Option<CudaFunction>,
+    fill_random: CudaFunction,
+    compact: CudaFunction,
+    gather: CudaFunction,
+}
+
+/// Accepted slots as the kernels take them.
+#[repr(C)]
+pub(super) struct Path {
+    len: u32,
+    slots: [u8; MAX_SLOTS],
+}
+
+impl Path {
+    /// `slots` are below [`MAX_SLOTS`], and there are at most that many.
+    pub(super) fn new(slots: &[u32]) -> Self {
+        let mut path = Self { len: slots.len() as u32, slots: [0; MAX_SLOTS] };
+        for (to, &slot) in path.slots.iter_mut().zip(slots) {
+            *to = slot as u8;
+        }
+        path
+    }
+}
+
+/// Sizes of the heads of an attention layer.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Heads {
+    pub(super) query: usize,
+    pub(super) kv: usize,
+    pub(super) size: usize,
+}
+
+impl Heads {
+    /// Elements of a row of queries.
+    pub(super) fn q_size(&self) -> usize {
+        self.query * self.size
+    }
+
+    /// Elements of a row of keys.
+    pub(super) fn kv_size(&self) -> usize {
+        self.kv * self.size
+    }
+}
+
+/// What a pass reads: on the GPU, at addresses that stay.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Inputs {
+    pub(super) prefix: CUdeviceptr,
+    pub(super) tokens: CUdeviceptr,
+    pub(super) positions: CUdeviceptr,
+    pub(super) mask: CUdeviceptr,
+    pub(super) mask_words: usize,
+    pub(super) rows: usize,
+}
+
+/// Norms, bias and rotation of queries and keys, and where keys and values go.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct RopeStore<'a> {
+    pub(super) bias: Option<CUdeviceptr>,
+    pub(super) norms: Option<(CUdeviceptr, CUdeviceptr)>,
+    pub(super) eps: f32,
+    pub(super) rope: &'a Buffer,
+    pub(super) keys: CUdeviceptr,
+    pub(super) values: CUdeviceptr,
+}
+
+/// Memory that attention needs for splits.
+#[derive(Debug)]
+pub(super) struct Splits {
+    partial: Buffer,
+    norms: Buffer,
+    multiprocessors: usize,
+}
+
+impl Splits {
+    pub(super) fn new(gpu: &Gpu, heads: Heads, max_rows: usize) -> Result<Self> {
+        let multiprocessors = gpu.multiprocessors()?;
+        let group = heads.query / heads.kv;
+        let tiles = |rows: usize| (rows * group).div_ceil(TILE_ROWS);
+        let needed = |rows| splits(multiprocessors, heads.kv, tiles(rows)) * tiles(rows);
+        let rows = heads.kv * TILE_ROWS * (1..=max_rows).map(needed).max().unwrap_or(0);
+        Ok(Self {
+            partial: gpu.allocate(4 * rows * heads.size)?,
+            norms: gpu.allocate(8 * rows)?,
+            multiprocessors,
+        })
+    }
+}
+
+/// Splits of the keys: enough blocks for three on every multiprocessor.
+fn splits(multiprocessors: usize, kv_heads: usize, tiles: usize) -> usize {
+    (3 * multiprocessors / (kv_heads * tiles)).clamp(1, MAX_SPLITS)
+}
+
+impl Kernels {
+    pub(super) fn new(gpu: &Gpu, dtype: DType, head_dim: usize) -> Result<Self> {
+        let suffix = match dtype {
+            DType::F32 => "f32",
+            DType::BF16 => "bf16",
+            DType::F16 => "f16",
+            found => return Err(Error::UnsupportedDtype { found }),
+        };
+        if !matches!(head_dim, 64 | 128 | 256) {
+            return Err(Error::config("head_dim", head_dim, "64, 128 or 256 on a GPU"));
+        }
+        let modules = gpu.modules();
+        let attend = modules.attention.load_function(&format!("attend_{head_dim}_{suffix}"))?;
+        Ok(Self {
+            dtype,
+            head_dim,
+            embed_norm: modules.norm.load_function(&format!("embed_norm_{suffix}"))?,
+            norm: modules.norm.load_function(&format!("norm_{suffix}"))?,
+            silu_mul: modules.norm.load_function(&format!("silu_mul_{suffix}"))?,
+            rope_store: modules.rope.load_function(&format!("rope_store_{head_dim}_{suffix}"))?,
+            attend,
+            merge: match dtype {
+                DType::F32 => None,
+                _ => Some(modules.attention.load_function(&format!("merge_{head_dim}_{suffix}"))?),
+            },
+            fill_random: modules.random.load_function(&format!("fill_random_{suffix}"))?,
+            compact: modules.commit.load_function("compact")?,
+            gather: modules.commit.load_function("gather")?,
+        })
+    }
+
+    /// Whether rows of `size` elements suit the norm kernels.
+    pub(super) fn check_row(field: &str, size: usize) -> Result<()> {
+        if size % 8 == 0 && size <= 16 * 1024 {
+            return Ok(());
+        }
+        Err(Error::config(field, size, "a multiple of 8 up to 16384 on a GPU"))
+    }
+
+    pub(super) fn embed_norm(
+        &self,
+        gpu: &Gpu,
+        inputs: &Inputs,
+        table: &Buffer,
+        residual: &Buffer,
+        (weight, eps): (&Buffer, f32),
+        out: &Buffer,
+        size: usize,
+    ) -> Result<()> {
+        let (tokens, table, residual) = (inputs.tokens, table.pointer(), residual.pointer());
+        let (weight, out, count) = (weight.pointer(), out.pointer(), size as i32);
+        // SAFETY: the types are the kernel's; the caller sized the buffers for the pass.
+        unsafe {
+            gpu.launch(
+                &self.embed_norm,
+                (inputs.rows as u32, 1, 1),
+                (row_threads(size), 1),
+                parameters!(tokens, table, residual, weight, eps, out, count),
+            )
+        }
+    }
+
+    /// `tap` is the address of the first row's tap and the elements from row to row.
+    pub(super) fn norm(
+        &self,
+        gpu: &Gpu,
+        rows: usize,
+        x: &Buffer,
+        (weight, eps): (&Buffer, f32),
+        out: &Buffer,
+        tap: Option<(CUdeviceptr, usize)>,
+        size: usize,
+    ) -> Result<()> {
+        let (tap, tap_stride) = tap.unwrap_or((0, 0));
+        let (x, weight, out) = (x.pointer(), weight.pointer(), out.pointer());
+        let (tap_stride, count) = (tap_stride as i32, size as i32);
+        // SAFETY: as above.
+        unsafe {
+            gpu.launch_early(
+                &self.norm,
+                (rows as u32, 1, 1),
+                (row_threads(size), 1),
+                parameters!(x, weight, eps, out, tap, tap_stride, count),
+            )
+        }
+    }
+
+    pub(super) fn silu_mul(
+        &self,
+        gpu: &Gpu,
+        rows: usize,
+        gate_up: &Buffer,
+        out: &Buffer,
+        size: usize,
+    ) -> Result<()> {
+        let (gate_up, out, count) = (gate_up.pointer(), out.pointer(), size as i32);
+        let grid = (size.div_ceil(4 * 128) as u32, rows as u32, 1);
+        // SAFETY: as above.
+        unsafe {
+            gpu.launch_early(&self.silu_mul, grid, (128, 1), parameters!(gate_up, out, count))
+        }
+    }
+
+    /// `qkv` has the heads of `heads`; with `heads.query` 0, keys and values only.
+    pub(super) fn rope_store(
+        &self,
+        gpu: &Gpu,
+        inputs: &Inputs,
+        qkv: CUdeviceptr,
+        heads: Heads,
+        how: &RopeStore<'_>,
+    ) -> Result<()> {
+        let bias = how.bias.unwrap_or(0);
+        let (q_norm, k_norm) = how.norms.unwrap_or((0, 0));
+        let (eps, rope, keys, values) = (how.eps, how.rope.pointer(), how.keys, how.values);
+        let (positions, prefix) = (inputs.positions, inputs.prefix);
+        let (query, kv) = (heads.query as i32, heads.kv as i32);
+        let all = heads.query + 2 * heads.kv;
+        // SAFETY: as above.
+        unsafe {
+            gpu.launch_early(
+                &self.rope_store,
+                (inputs.rows as u32, all.div_ceil(4) as u32, 1),
+                (32, 4),
+                parameters!(
+                    qkv, bias, q_norm, k_norm, eps, rope, positions, prefix, keys, values, query,
+                    kv
+                ),
+            )
+        }
+    }
+
+    /// `qkv` holds rows of queries, keys and values; only the queries are read.
+    pub(super) fn attend(
+        &self,
+        gpu: &Gpu,
+        inputs: &Inputs,
+        heads: Heads,
+        qkv: &Buffer,
+        (keys, values): (CUdeviceptr, CUdeviceptr),
+        out: &Buffer,
+        splits_memory: &Splits,
+    ) -> Result<()> {
+        let group = heads.query / heads.kv;
+        let (q, out) = (qkv.pointer(), out.pointer());
+        let q_stride = (heads.q_size() + 2 * heads.kv_size()) as i32;
+        let (prefix, mask, mask_words) = (inputs.prefix, inputs.mask, inputs.mask_words as i32);
+        let scale = (self.head_dim as f32).powf(-0.5);
+        let Some(merge) = &self.merge else {
+            let group = group as i32;
+            let grid = (inputs.rows as u32, heads.query as u32, 1);
+            // SAFETY: as above.
+            return unsafe {
+                gpu.launch_early(
+                    &self.attend,
+                    grid,
+                    (128, 1),
+                    parameters!(
+                        q, q_stride, keys, values, out, prefix, mask, mask_words, group, scale
+                    ),
+                )
+            };
+        };
+        let rows = inputs.rows * group;
+        let tiles = rows.div_ceil(TILE_ROWS);
+        let splits = splits(splits_memory.multiprocessors, heads.kv, tiles);
+        let (partial, norms) = (splits_memory.partial.pointer(), splits_memory.norms.pointer());
+        let (width, group) = (inputs.rows as i32, group as i32);
+        let (count, padded) = (splits as i32, (tiles * TILE_ROWS) as i32);
+        // SAFETY: as above; the memory for splits was sized for every width.
+        unsafe {
+            gpu.launch_early(
+                &self.attend,
+                (tiles as u32, heads.kv as u32, splits as u32),
+                (128, 1),
+                parameters!(
+                    q, q_stride, keys, values, out, partial, norms, prefix, mask, mask_words,
+                    width, group, scale
+                ),
+            )?;
+            gpu.launch_early(
+                merge,
+                (rows.div_ceil(4) as u32, heads.kv as u32, 1),
+                (128, 1),
+                parameters!(partial, norms, out, prefix, width, group, count, padded),
+            )
+        }
+    }
+
+    pub(super) fn fill_random(
+        &self,
+        gpu: &Gpu,
+        out: &Buffer,
+        len: usize,
+        seed: u64,
+        bound: f32,
+    ) -> Result<()> {
+        assert!(len * self.dtype.size_in_bytes() <= out.bytes(), "the buffer has {len} elements");
+        let out = out.pointer();
+        // SAFETY: checked above.
+        unsafe {
+            gpu.launch(
+                &self.fill_random,
+                (1024, 1, 1),
+                (256, 1),
+                parameters!(out, len, seed, bound),
+            )
+        }
+    }
+
+    /// Moves the accepted rows of `planes` planes of `rows_per_plane` rows to the rows from `start` on.
+    pub(super) fn compact(
+        &self,
+        gpu: &Gpu,
+        cache: &Buffer,
+        (planes, rows_per_plane, row_bytes): (usize, usize, usize),
+        start: usize,
+        path: &Path,
+    ) -> Result<()> {
+        let units = row_bytes / 16;
+        let (cache, plane) = (cache.pointer(), rows_per_plane * units);
+        let (row_units, start) = (units as i32, start as u32);
+        // SAFETY: the caller names the shape that the cache was made with.
+        unsafe {
+            gpu.launch(
+                &self.compact,
+                (units.div_ceil(128) as u32, planes as u32, 1),
+                (128, 1),
+                parameters!(cache, plane, row_units, start, *path),
+            )
+        }
+    }
+
+    /// Copies the rows of `path` one after the other to `out`.
+    pub(super) fn gather(
+        &self,
+        gpu: &Gpu,
+        rows: &Buffer,
+        out: &Buffer,
+        row_bytes: usize,
+        path: &Path,
+    ) -> Result<()> {
+        assert!(path.len as usize * row_bytes <= out.bytes(), "the rows fit");
+        let units = row_bytes / 8;
+        let (rows, out, row_units) = (rows.pointer(), out.pointer(), units as i32);
+        // SAFETY: checked above for `out`; the caller's slots are rows of `rows`.
+        unsafe {
+            gpu.launch(
+                &self.gather,
+                (units.div_ceil(256) as u32, path.len, 1),
+                (256, 1),
+                parameters!(rows, out, row_units, *path),
+            )
+        }
+    }
+}
+
+fn row_threads(size: usize) -> u32 {
+    (size.div_ceil(4).next_multiple_of(32)).min(1024) as u32
+}
+
+/// The greatest entry of each row of logits: packed on the GPU, a token id on the host.
+#[derive(Debug)]
+pub(super) struct Argmax {
+    function: CudaFunction,
+    packed: Buffer,
+}
+
+impl Argmax {
+    pub(super) fn new(gpu: &Gpu, dtype: DType, max_rows: usize) -> Result<Self> {
+        let name = format!("argmax_{}", dtype.as_str());
+        let function = gpu.modules().select.load_function(&name)?;
+        Ok(Self { function, packed: gpu.allocate(8 * max_rows)? })
+    }
+
+    /// Fills [`packed`](Self::packed) for the first `rows` rows.
+    pub(super) fn run(&self, gpu: &Gpu, logits: &Buffer, rows: usize, size: usize) -> Result<()> {
+        gpu.clear(&self.packed, 8 * rows)?;
+        let parts = size.div_ceil(4 * 256 * 8).min(64);
+        let (logits, packed, count) = (logits.pointer(), self.packed.pointer(), size as i32);
+        // SAFETY: the caller's logits are `rows` rows of `size`.
+        unsafe {
+            gpu.launch(
+                &self.function,
+                (parts as u32, rows as u32, 1),
+                (256, 1),
+                parameters!(logits, packed, count),
+            )
+        }
+    }
+
+    pub(super) fn packed(&self) -> &Buffer {
+        &self.packed
+    }
+
+    /// The token of a packed entry; `None` for NaN, +inf and a row of -inf.
+    pub(super) fn token(packed: u64) -> Option<u32> {
+        const POSITIVE_INFINITY: u32 = 0xff80_0000;
+        const NEGATIVE_INFINITY: u32 = 0x007f_ffff;
+        let key = (packed >> 32) as u32;
+        (key > NEGATIVE_INFINITY && key < POSITIVE_INFINITY).then_some(!(packed as u32))
+    }
+}
+
+/// The best entries of each row of logits and their log-probabilities.
+#[derive(Debug)]
+pub(super) struct TopK {
+    function: CudaFunction,
+    candidates: Buffer,
+    norms: Buffer,
+    counters: Buffer,
+    pub(super) ids: Buffer,
+    pub(super) log_probs: Buffer,
+    size: usize,
+    k: usize,
+    max_rows: usize,
+}
+
+impl TopK {
+    /// For rows of `size` entries of which `k` are wanted.
+    pub(super) fn new(
+        gpu: &Gpu,
+        dtype: DType,
+        max_rows: usize,
+        size: usize,
+        k: usize,
+    ) -> Result<Self> {
+        let slices = size.div_ceil(SLICE);
+        let limit = MAX_TOP_K.min(size).min(MAX_CANDIDATES / slices);
+        if k == 0 || k > limit {
+            return Err(Error::argument("top_k", k, format!("1 to {limit} on a GPU")));
+        }
+        let name = format!("top_k_{}", dtype.as_str());
+        Ok(Self {
+            function: gpu.modules().select.load_function(&name)?,
+            candidates: gpu.allocate(8 * max_rows * slices * k)?,
+            norms: gpu.allocate(8 * max_rows * slices)?,
+            counters: gpu.allocate(4 * max_rows)?,
+            ids: gpu.allocate(4 * max_rows * k)?,
+            log_probs: gpu.allocate(4 * max_rows * k)?,
+            size,
+            k,
+            max_rows,
+        })
+    }
+
+    pub(super) fn k(&self) -> usize {
+        self.k
+    }
+
+    /// Fills [`ids`](Self::ids) and [`log_probs`](Self::log_probs) for `rows` rows at `logits`.
+    pub(super) fn run(&self, gpu: &Gpu, logits: CUdeviceptr, rows: usize) -> Result<()> {
+        assert!(rows <= self.max_rows, "made for fewer rows");
+        let slices = self.size.div_ceil(SLICE);
+        let (candidates, norms) = (self.candidates.pointer(), self.norms.pointer());
+        let (counters, ids, log_probs) =
+            (self.counters.pointer(), self.ids.pointer(), self.log_probs.pointer());
+        let (size, k) = (self.size as i32, self.k as i32);
+        // SAFETY: the caller's logits are `rows` rows of the size that the rest was made for.
+        unsafe {
+            gpu.launch(
+                &self.function,
+                (slices as u32, rows as u32, 1),
+                (512, 1),
+                parameters!(logits, candidates, norms, counters, ids, log_probs, size, k),
+            )
+        }
+    }
+}

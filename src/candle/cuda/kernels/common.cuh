@@ -1,0 +1,88 @@
+// What all kernels share: element types, warp and block reductions.
+//
+// Kernels compute in f32 whatever the element type. Names end in the element type: f32, bf16, f16.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+using f32 = float;
+using bf16 = __nv_bfloat16;
+using f16 = __half;
+
+constexpr float NEG_INF = -__builtin_huge_valf();
+constexpr unsigned FULL_WARP = 0xffffffffu;
+
+__device__ __forceinline__ float to_f32(f32 x) { return x; }
+__device__ __forceinline__ float to_f32(bf16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float to_f32(f16 x) { return __half2float(x); }
+
+template <typename T> __device__ __forceinline__ T from_f32(float x);
+template <> __device__ __forceinline__ f32 from_f32<f32>(float x) { return x; }
+template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) { return __float2bfloat16(x); }
+template <> __device__ __forceinline__ f16 from_f32<f16>(float x) { return __float2half(x); }
+
+// Four neighbouring elements, moved at once.
+template <typename T> struct alignas(4 * sizeof(T)) Vec4 {
+    T v[4];
+};
+
+template <typename T> __device__ __forceinline__ float4 load4(const T *p) {
+    Vec4<T> x = *reinterpret_cast<const Vec4<T> *>(p);
+    return make_float4(to_f32(x.v[0]), to_f32(x.v[1]), to_f32(x.v[2]), to_f32(x.v[3]));
+}
+
+template <typename T> __device__ __forceinline__ void store4(T *p, float4 x) {
+    Vec4<T> y = {{from_f32<T>(x.x), from_f32<T>(x.y), from_f32<T>(x.z), from_f32<T>(x.w)}};
+    *reinterpret_cast<Vec4<T> *>(p) = y;
+}
+
+__device__ __forceinline__ float warp_sum(float x) {
+    for (int offset = 16; offset > 0; offset /= 2)
+        x += __shfl_xor_sync(FULL_WARP, x, offset);
+    return x;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+    for (int offset = 16; offset > 0; offset /= 2)
+        x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, offset));
+    return x;
+}
+
+// Sum over the block, whose size is a multiple of 32. Every thread gets it.
+__device__ __forceinline__ float block_sum(float x) {
+    __shared__ float parts[32];
+    x = warp_sum(x);
+    if (threadIdx.x % 32 == 0)
+        parts[threadIdx.x / 32] = x;
+    __syncthreads();
+    x = threadIdx.x % 32 < blockDim.x / 32 ? parts[threadIdx.x % 32] : 0.0f;
+    x = warp_sum(x);
+    __syncthreads();
+    return x;
+}
+
+// Lets the next kernel start, which waits here itself, and waits for what the kernels before this one write. To be
+// called by every thread before it reads or writes memory: a kernel counts as done when its blocks are, and those that
+// follow rely on that.
+__device__ __forceinline__ void inputs_ready() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Whether this block is the last of `blocks` to get here. What the others wrote to global memory before is
+// visible to the last one. The counter is 0 again afterwards, so a graph can be replayed.
+__device__ __forceinline__ bool last_block(unsigned *counter, unsigned blocks) {
+    __shared__ bool last;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0)
+        last = atomicInc(counter, blocks - 1) == blocks - 1;
+    __syncthreads();
+    __threadfence();
+    return last;
+}

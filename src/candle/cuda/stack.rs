@@ -1,0 +1,404 @@
+//! Decoder layers on the GPU, with the cache and the scratch memory of one sequence: what target and drafter share.
+
+use candle_core::DType;
+use cudarc::driver::sys::CUdeviceptr;
+
+use super::device::{Buffer, Gpu, Pinned};
+use super::kernels::{Heads, Inputs, Kernels, Path, RopeStore, Splits};
+use super::products::Product;
+use super::weights::Loader;
+use crate::candle::{DecoderConfig, Error, Result};
+
+#[derive(Debug)]
+struct Layer {
+    input_norm: Buffer,
+    qkv: Buffer,
+    qkv_bias: Option<Buffer>,
+    qk_norm: Option<(Buffer, Buffer)>,
+    o: Buffer,
+    post_norm: Buffer,
+    gate_up: Buffer,
+    down: Buffer,
+}
+
+/// A stack of layers, up to and including the final norm.
+#[derive(Debug)]
+pub(super) struct Stack {
+    pub(super) gpu: Gpu,
+    pub(super) kernels: Kernels,
+    pub(super) heads: Heads,
+    pub(super) hidden: usize,
+    intermediate: usize,
+    pub(super) eps: f32,
+    layers: Vec<Layer>,
+    norm: Buffer,
+    rope: Buffer,
+    /// Planes of `cache_rows` rows: the keys and then the values of each layer.
+    cache: Buffer,
+    cache_rows: usize,
+    scratch: Scratch,
+}
+
+/// Memory of a pass; sized for the widest.
+#[derive(Debug)]
+struct Scratch {
+    residual: Buffer,
+    normed: Buffer,
+    qkv: Buffer,
+    mixed: Buffer,
+    gate_up: Buffer,
+    activated: Buffer,
+    splits: Splits,
+}
+
+/// Which layers' outputs are wanted, side by side in rows of `layers.len() * hidden` elements.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct TapInto<'a> {
+    pub(super) layers: &'a [usize],
+    pub(super) rows: &'a Buffer,
+}
+
+impl Stack {
+    /// Takes the layers of `config` with room for `cache_rows` cache rows and passes of `max_width` rows.
+    pub(super) fn load(
+        loader: &mut Loader<'_>,
+        config: &DecoderConfig,
+        kernels: Kernels,
+        cache_rows: usize,
+        max_width: usize,
+        positions: usize,
+    ) -> Result<Self> {
+        let gpu = loader.gpu.clone();
+        check(config)?;
+        let (hidden, intermediate) = (config.hidden_size, config.intermediate_size);
+        let heads =
+            Heads { query: config.num_heads, kv: config.num_kv_heads, size: config.head_dim };
+        let (q, kv) = (heads.q_size(), heads.kv_size());
+        let mut layers = Vec::with_capacity(config.num_layers());
+        for index in 0..config.num_layers() {
+            let name = |part: &str| format!("layers.{index}.{part}");
+            let (q_name, k_name, v_name) =
+                (name("self_attn.q_proj"), name("self_attn.k_proj"), name("self_attn.v_proj"));
+            let qkv = [(&*q_name, q), (&*k_name, kv), (&*v_name, kv)];
+            let (gate, up) = (name("mlp.gate_proj"), name("mlp.up_proj"));
+            let gate_up = [(&*gate, intermediate), (&*up, intermediate)];
+            layers.push(Layer {
+                input_norm: loader.norm(&name("input_layernorm"), hidden)?,
+                qkv: loader.matrix(&qkv, hidden)?,
+                qkv_bias: if config.qkv_bias { Some(loader.bias(&qkv)?) } else { None },
+                qk_norm: if config.qk_norm {
+                    let q_norm = loader.norm(&name("self_attn.q_norm"), heads.size)?;
+                    Some((q_norm, loader.norm(&name("self_attn.k_norm"), heads.size)?))
+                } else {
+                    None
+                },
+                o: loader.matrix(&[(&name("self_attn.o_proj"), hidden)], q)?,
+                post_norm: loader.norm(&name("post_attention_layernorm"), hidden)?,
+                gate_up: loader.matrix(&gate_up, hidden)?,
+                down: loader.matrix(&[(&name("mlp.down_proj"), hidden)], intermediate)?,
+            });
+        }
+        let norm = loader.norm("norm", hidden)?;
+        let rope: Vec<f32> =
+            config.rope.angles(positions)?.into_iter().flat_map(|(cos, sin)| [cos, sin]).collect();
+        let element = kernels.dtype.size_in_bytes();
+        let scratch = Scratch {
+            residual: gpu.allocate(4 * max_width * hidden)?,
+            normed: gpu.allocate(element * max_width * hidden)?,
+            qkv: gpu.allocate(element * max_width * (q + 2 * kv))?,
+            mixed: gpu.allocate(element * max_width * q)?,
+            gate_up: gpu.allocate(element * max_width * 2 * intermediate)?,
+            activated: gpu.allocate(element * max_width * intermediate)?,
+            splits: Splits::new(&gpu, heads, max_width)?,
+        };
+        Ok(Self {
+            rope: gpu.upload(&rope)?,
+            cache: gpu.allocate(element * 2 * layers.len() * cache_rows * kv)?,
+            cache_rows,
+            gpu,
+            kernels,
+            heads,
+            hidden,
+            intermediate,
+            eps: config.rms_norm_eps as f32,
+            layers,
+            norm,
+            scratch,
+        })
+    }
+
+    pub(super) fn dtype(&self) -> DType {
+        self.kernels.dtype
+    }
+
+    pub(super) fn num_layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// The normed output of the last pass, `[rows, hidden]`.
+    pub(super) fn output(&self) -> CUdeviceptr {
+        self.scratch.normed.pointer()
+    }
+
+    /// How a layer treats queries and keys; `skipped` elements of its bias are left out.
+    fn rope_store(&self, layer: usize, skipped: usize) -> RopeStore<'_> {
+        let plane = self.row_bytes() * self.cache_rows;
+        let Layer { qkv_bias, qk_norm, .. } = &self.layers[layer];
+        let offset = skipped * self.dtype().size_in_bytes();
+        RopeStore {
+            bias: qkv_bias.as_ref().map(|bias| bias.at(offset)),
+            norms: qk_norm.as_ref().map(|(q, k)| (q.pointer(), k.pointer())),
+            eps: self.eps,
+            rope: &self.rope,
+            keys: self.cache.at(2 * layer * plane),
+            values: self.cache.at((2 * layer + 1) * plane),
+        }
+    }
+
+    /// Asks for the keys and values of rows that others attend to but that do not attend themselves: `x` is `[rows,
+    /// hidden]`, `kv` memory for `[rows, keys and values]`.
+    pub(super) fn write_context(
+        &self,
+        layer: usize,
+        inputs: &Inputs,
+        x: CUdeviceptr,
+        kv: &Buffer,
+    ) -> Result<()> {
+        let (q_size, heads) = (self.heads.q_size(), Heads { query: 0, ..self.heads });
+        let shape = Product {
+            rows: inputs.rows,
+            inputs: self.hidden,
+            outputs: 2 * heads.kv_size(),
+            skipped: q_size,
+            dtype: self.dtype(),
+            y_dtype: self.dtype(),
+            add: false,
+        };
+        self.gpu.product(x, &self.layers[layer].qkv, kv, shape)?;
+        let how = self.rope_store(layer, q_size);
+        self.kernels.rope_store(&self.gpu, inputs, kv.pointer(), heads, &how)
+    }
+
+    fn row_bytes(&self) -> usize {
+        self.heads.kv_size() * self.dtype().size_in_bytes()
+    }
+
+    /// Asks for a pass over `inputs`.
+    pub(super) fn forward(&self, inputs: &Inputs, table: &Buffer, taps: TapInto<'_>) -> Result<()> {
+        let (gpu, kernels, scratch) = (&self.gpu, &self.kernels, &self.scratch);
+        let (rows, hidden, eps) = (inputs.rows, self.hidden, self.eps);
+        let norm = |index: usize| {
+            self.layers.get(index).map_or(&self.norm, |layer: &Layer| &layer.input_norm)
+        };
+        let first = (norm(0), eps);
+        kernels.embed_norm(
+            gpu,
+            inputs,
+            table,
+            &scratch.residual,
+            first,
+            &scratch.normed,
+            hidden,
+        )?;
+        for (index, layer) in self.layers.iter().enumerate() {
+            self.product(rows, Weight::Qkv(layer))?;
+            let how = self.rope_store(index, 0);
+            kernels.rope_store(gpu, inputs, scratch.qkv.pointer(), self.heads, &how)?;
+            let (keys, values) = (how.keys, how.values);
+            let (qkv, mixed, splits) = (&scratch.qkv, &scratch.mixed, &scratch.splits);
+            kernels.attend(gpu, inputs, self.heads, qkv, (keys, values), mixed, splits)?;
+            self.product(rows, Weight::O(layer))?;
+            let (residual, normed) = (&scratch.residual, &scratch.normed);
+            kernels.norm(gpu, rows, residual, (&layer.post_norm, eps), normed, None, hidden)?;
+            self.product(rows, Weight::GateUp(layer))?;
+            let (gate_up, activated) = (&scratch.gate_up, &scratch.activated);
+            kernels.silu_mul(gpu, rows, gate_up, activated, self.intermediate)?;
+            self.product(rows, Weight::Down(layer))?;
+            let tap = taps.layers.iter().position(|&tap| tap == index).map(|at| {
+                let offset = at * hidden * self.dtype().size_in_bytes();
+                (taps.rows.at(offset), taps.layers.len() * hidden)
+            });
+            let next = (norm(index + 1), eps);
+            kernels.norm(gpu, rows, residual, next, normed, tap, hidden)?;
+        }
+        Ok(())
+    }
+
+    /// Asks for the products of a pass and nothing else, to measure what the rest costs.
+    pub(super) fn products(&self, rows: usize) -> Result<()> {
+        for layer in &self.layers {
+            for weight in
+                [Weight::Qkv(layer), Weight::O(layer), Weight::GateUp(layer), Weight::Down(layer)]
+            {
+                self.product(rows, weight)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn product(&self, rows: usize, weight: Weight<'_>) -> Result<()> {
+        let s = &self.scratch;
+        let dtype = self.dtype();
+        let (hidden, intermediate, q) = (self.hidden, self.intermediate, self.heads.q_size());
+        // What goes to the residual stream is added to it, as f32.
+        let (x, w, y, inputs, outputs, y_dtype) = match weight {
+            Weight::Qkv(layer) => {
+                (&s.normed, &layer.qkv, &s.qkv, hidden, q + 2 * self.heads.kv_size(), dtype)
+            }
+            Weight::O(layer) => (&s.mixed, &layer.o, &s.residual, q, hidden, DType::F32),
+            Weight::GateUp(layer) => {
+                (&s.normed, &layer.gate_up, &s.gate_up, hidden, 2 * intermediate, dtype)
+            }
+            Weight::Down(layer) => {
+                (&s.activated, &layer.down, &s.residual, intermediate, hidden, DType::F32)
+            }
+        };
+        let add = std::ptr::eq(y, &s.residual);
+        let shape = Product { rows, inputs, outputs, skipped: 0, dtype, y_dtype, add };
+        self.gpu.product(x.pointer(), w, y, shape)
+    }
+
+    /// Makes the rows of `slots` of the pass that began at cache row `start` the rows from `start` on.
+    pub(super) fn compact(&self, start: usize, path: &Path) -> Result<()> {
+        let shape = (2 * self.layers.len(), self.cache_rows, self.row_bytes());
+        self.kernels.compact(&self.gpu, &self.cache, shape, start, path)
+    }
+
+    /// Bytes of the weights of all layers, which every pass has to read.
+    pub(super) fn weight_bytes(&self) -> usize {
+        let matrices = |layer: &Layer| {
+            layer.qkv.bytes() + layer.o.bytes() + layer.gate_up.bytes() + layer.down.bytes()
+        };
+        self.layers.iter().map(matrices).sum()
+    }
+
+    /// Bytes of one row of the cache in all layers.
+    pub(super) fn cache_row_bytes(&self) -> usize {
+        2 * self.layers.len() * self.row_bytes()
+    }
+}
+
+enum Weight<'a> {
+    Qkv(&'a Layer),
+    O(&'a Layer),
+    GateUp(&'a Layer),
+    Down(&'a Layer),
+}
+
+/// Refuses what the kernels do not do.
+fn check(config: &DecoderConfig) -> Result<()> {
+    if config.hybrid.is_some() {
+        let found = format!("{:?}", config.architecture);
+        return Err(Error::config("architectures", found, "Llama, Qwen2 or Qwen3 on a GPU"));
+    }
+    Kernels::check_row("hidden_size", config.hidden_size)?;
+    Kernels::check_row("intermediate_size", config.intermediate_size.min(16 * 1024))?;
+    if config.rope.rotary_dim != config.head_dim {
+        let accepted = format!("{} on a GPU, the whole head", config.head_dim);
+        return Err(Error::config("rotary dimensions", config.rope.rotary_dim, accepted));
+    }
+    if config.o_bias || config.mlp_bias {
+        return Err(Error::config("attention_bias, mlp_bias", true, "false on a GPU"));
+    }
+    if let Some(window) = config.layer_windows.iter().flatten().next() {
+        return Err(Error::config("sliding_window", window, "full attention on a GPU"));
+    }
+    Ok(())
+}
+
+/// What the host tells a pass: one block of memory, so that one copy brings it over.
+///
+/// As words of 4 bytes: the prefix, a word unused, a token per row, a position per row, and then the mask.
+#[derive(Debug)]
+pub(super) struct PassInput {
+    host: Pinned<u32>,
+    device: Buffer,
+    /// Whether the stream may still read the host's side.
+    in_flight: bool,
+}
+
+impl PassInput {
+    pub(super) fn new(gpu: &Gpu, max_width: usize) -> Result<Self> {
+        let words = 2 + 2 * max_width + 2 * max_width * max_width.div_ceil(64);
+        Ok(Self { host: gpu.pinned(words)?, device: gpu.allocate(4 * words)?, in_flight: false })
+    }
+
+    /// Where a pass of `width` rows reads.
+    pub(super) fn inputs(&self, width: usize) -> Inputs {
+        Inputs {
+            prefix: self.device.at(0),
+            tokens: self.device.at(8),
+            positions: self.device.at(8 + 4 * width),
+            mask: self.device.at(8 + 8 * width),
+            mask_words: width.div_ceil(64),
+            rows: width,
+        }
+    }
+
+    /// Words of a pass of `width` rows.
+    fn words(width: usize) -> usize {
+        2 + 2 * width + 2 * width * width.div_ceil(64)
+    }
+
+    /// Writes a pass of `width` rows at cache row `prefix`; `rows` gives token and position of the real ones, and
+    /// `sees(row, words)` the mask of a real row, in words that are zero before.
+    ///
+    /// Rows that fill up the width hold token 0 at the position of the first row, and see themselves: their results
+    /// are finite and nobody reads them.
+    pub(super) fn write(
+        &mut self,
+        gpu: &Gpu,
+        width: usize,
+        prefix: usize,
+        rows: impl ExactSizeIterator<Item = (u32, u32)>,
+        mut sees: impl FnMut(usize, &mut [u64]),
+    ) -> Result<()> {
+        if self.in_flight {
+            gpu.synchronize()?;
+        }
+        self.in_flight = true;
+        let real = rows.len();
+        let host = &mut self.host.as_mut_slice()[..Self::words(width)];
+        host.fill(0);
+        let (head, rest) = host.split_at_mut(2);
+        head[0] = prefix as u32;
+        let (tokens, rest) = rest.split_at_mut(width);
+        let (positions, mask) = rest.split_at_mut(width);
+        for (row, (token, position)) in rows.enumerate() {
+            tokens[row] = token;
+            positions[row] = position;
+        }
+        let first = positions[0];
+        positions[real..].fill(first);
+        let mut words = [0u64; 4];
+        let words = &mut words[..width.div_ceil(64)];
+        for (row, out) in mask.chunks_exact_mut(2 * words.len()).enumerate() {
+            words.fill(0);
+            if row < real {
+                sees(row, words);
+            }
+            words[row / 64] |= 1 << (row % 64);
+            for (out, word) in out.chunks_exact_mut(2).zip(&*words) {
+                out[0] = *word as u32;
+                out[1] = (*word >> 32) as u32;
+            }
+        }
+        Ok(())
+    }
+
+    /// Asks for the copy to the GPU.
+    pub(super) fn send(&self, gpu: &Gpu, width: usize) -> Result<()> {
+        gpu.copy_in(&self.host, &self.device, 4 * Self::words(width))
+    }
+
+    /// Notes that the stream has been waited for.
+    pub(super) fn landed(&mut self) {
+        self.in_flight = false;
+    }
+}
+
+/// The width that a pass of `rows` rows is filled up to: each has a graph of its own. Products run in tiles of 8 rows
+/// and more, so that filling up to the next multiple costs nothing.
+pub(super) fn padded(rows: usize) -> usize {
+    if rows <= 1 { 1 } else { rows.next_multiple_of(8) }
+}

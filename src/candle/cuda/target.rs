@@ -1,0 +1,478 @@
+//! The target on a GPU.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::ops::Range;
+use std::rc::Rc;
+
+use candle_core::DType;
+
+use super::device::{Buffer, Gpu, Graph, Pinned};
+use super::kernels::{Argmax, Kernels, MAX_SLOTS, Path, TopK};
+use super::products::Product;
+use super::stack::{PassInput, Stack, TapInto, padded};
+use super::weights::{Loader, Source, check};
+use crate::candle::{DecoderConfig, Error, Result, Weights};
+use crate::{Capabilities, CommitPlan, PickRule, Picks, Prefill, Round, Verifier};
+
+/// Sizes of a [`CudaTarget`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct CudaOptions {
+    /// Rows of the cache: prompt and text of one sequence. 4,096 unless set.
+    pub max_len: usize,
+    /// Slots of a round at most, the root included; also the rows of one prefill pass. 129 unless set: trees of 128
+    /// nodes. At most 252.
+    pub max_slots: usize,
+}
+
+impl Default for CudaOptions {
+    fn default() -> Self {
+        Self { max_len: 4096, max_slots: 129 }
+    }
+}
+
+impl CudaOptions {
+    /// Sets [`max_len`](Self::max_len).
+    #[must_use]
+    pub fn max_len(mut self, rows: usize) -> Self {
+        self.max_len = rows;
+        self
+    }
+
+    /// Sets [`max_slots`](Self::max_slots).
+    #[must_use]
+    pub fn max_slots(mut self, slots: usize) -> Self {
+        self.max_slots = slots;
+        self
+    }
+}
+
+/// A decoder on a GPU with the cache of one sequence, as the target of a speculative round.
+///
+/// A pass is one launch: a graph, captured when a width comes up first, that brings the inputs over, runs the layers,
+/// picks, and brings the picks back. Widths are filled up to multiples of 8, so that few graphs serve all trees.
+/// Nothing is allocated per round; a commit moves rows within the cache.
+///
+/// Greedy picks are made on the GPU: the greatest f32 logit, of equal ones the lowest id. Requests that need more get
+/// the logits of the slots on the path, one copy to the host each. Attention is restricted by ancestor bits,
+/// in every layer, over a prefix of any length.
+#[derive(Debug)]
+pub struct CudaTarget {
+    pub(super) stack: Stack,
+    pub(super) shared: Rc<Shared>,
+    options: CudaOptions,
+    taps: Vec<usize>,
+    tap_rows: Buffer,
+    pool: Rc<RefCell<Vec<Buffer>>>,
+    logits: Buffer,
+    argmax: Argmax,
+    top_two: TopK,
+    input: PassInput,
+    packed: Pinned<u64>,
+    graphs: BTreeMap<usize, Graph>,
+    committed: usize,
+    verified: Option<usize>,
+}
+
+/// What a drafter uses of its target.
+#[derive(Debug)]
+pub(super) struct Shared {
+    pub(super) embed_tokens: Rc<Buffer>,
+    pub(super) lm_head: Rc<Buffer>,
+    pub(super) vocab_size: usize,
+    pub(super) hidden: usize,
+    pub(super) num_layers: usize,
+    pub(super) max_len: usize,
+    pub(super) max_slots: usize,
+}
+
+/// Hidden states of committed rows on the GPU, for a drafter there. Their memory goes back to the target when they
+/// are dropped.
+#[derive(Debug)]
+pub struct CudaTaps {
+    pub(super) blocks: Vec<TapBlock>,
+    /// Elements of a row.
+    pub(super) width: usize,
+}
+
+#[derive(Debug)]
+pub(super) struct TapBlock {
+    pub(super) rows: usize,
+    buffer: Option<Buffer>,
+    pool: Rc<RefCell<Vec<Buffer>>>,
+}
+
+impl TapBlock {
+    pub(super) fn buffer(&self) -> &Buffer {
+        self.buffer.as_ref().expect("it is taken when the block is dropped")
+    }
+}
+
+impl Drop for TapBlock {
+    fn drop(&mut self) {
+        self.pool.borrow_mut().extend(self.buffer.take());
+    }
+}
+
+impl CudaTaps {
+    /// How many rows there are; 0 if no layer is tapped.
+    pub fn rows(&self) -> usize {
+        self.blocks.iter().map(|block| block.rows).sum()
+    }
+}
+
+impl CudaTarget {
+    /// Puts a checkpoint on `gpu`. It computes in the type that `weights` was opened for (on the CPU), with f32 sums,
+    /// norms and residual stream, and captures the outputs of the layers `taps` (0-based, in this order) for its
+    /// drafter.
+    ///
+    /// # Errors
+    /// Sizes out of range; taps that name no layer or one twice; tensors that are missing, misshapen or unknown;
+    /// sliding windows, partial rotation, biases outside of qkv, heads of other sizes than 64, 128 and 256; an error
+    /// from CUDA.
+    pub fn new(
+        gpu: &Gpu,
+        config: &DecoderConfig,
+        weights: Weights,
+        taps: &[usize],
+        options: CudaOptions,
+    ) -> Result<Self> {
+        let dtype = weights.dtype();
+        check(&weights, dtype)?;
+        Self::load(gpu, config, Source::Checkpoint(weights), dtype, taps, options)
+    }
+
+    /// A target of random weights, for measurements at a shape whose checkpoint is not at hand.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new), as far as it is about sizes.
+    pub fn random(
+        gpu: &Gpu,
+        config: &DecoderConfig,
+        dtype: DType,
+        taps: &[usize],
+        options: CudaOptions,
+    ) -> Result<Self> {
+        Self::load(gpu, config, Source::Random { seed: 1 }, dtype, taps, options)
+    }
+
+    fn load(
+        gpu: &Gpu,
+        config: &DecoderConfig,
+        source: Source,
+        dtype: DType,
+        taps: &[usize],
+        options: CudaOptions,
+    ) -> Result<Self> {
+        let CudaOptions { max_len, max_slots } = options;
+        if max_len == 0 || max_len > config.max_positions {
+            let accepted = format!("1 to {}", config.max_positions);
+            return Err(Error::argument("max_len", max_len, accepted));
+        }
+        if max_slots == 0 || max_slots > MAX_SLOTS {
+            return Err(Error::argument("max_slots", max_slots, format!("1 to {MAX_SLOTS}")));
+        }
+        let layers = config.num_layers();
+        if let Some((_, tap)) =
+            taps.iter().enumerate().find(|&(at, tap)| *tap >= layers || taps[..at].contains(tap))
+        {
+            let accepted = format!("different layers below {layers}");
+            return Err(Error::argument("taps", tap, accepted));
+        }
+
+        let (hidden, vocab_size) = (config.hidden_size, config.vocab_size);
+        let kernels = Kernels::new(gpu, dtype, config.head_dim)?;
+        let loader_kernels = Kernels::new(gpu, dtype, config.head_dim)?;
+        let mut loader = Loader { gpu, kernels: &loader_kernels, source, prefix: "model." };
+        let embed_tokens = Rc::new(loader.matrix(&[("embed_tokens", vocab_size)], hidden)?);
+        let lm_head = if config.tie_word_embeddings {
+            loader.skip_tied("lm_head.weight", &[vocab_size, hidden])?;
+            embed_tokens.clone()
+        } else {
+            Rc::new(loader.outer_matrix("lm_head", vocab_size, hidden)?)
+        };
+        let width = padded(max_slots);
+        let stack =
+            Stack::load(&mut loader, config, kernels, max_len + width, width, max_len + width)?;
+        loader.finish()?;
+        let element = dtype.size_in_bytes();
+        let shared = Shared {
+            embed_tokens,
+            lm_head,
+            vocab_size,
+            hidden,
+            num_layers: layers,
+            max_len,
+            max_slots,
+        };
+        Ok(Self {
+            stack,
+            shared: Rc::new(shared),
+            options,
+            taps: taps.to_vec(),
+            tap_rows: gpu.allocate(element * width * taps.len() * hidden)?,
+            pool: Rc::default(),
+            logits: gpu.allocate(4 * width * vocab_size)?,
+            argmax: Argmax::new(gpu, DType::F32, width)?,
+            top_two: TopK::new(gpu, DType::F32, 1, vocab_size, 2.min(vocab_size))?,
+            input: PassInput::new(gpu, width)?,
+            packed: gpu.pinned(width)?,
+            graphs: BTreeMap::new(),
+            committed: 0,
+            verified: None,
+        })
+    }
+
+    /// The layers whose outputs are captured.
+    pub fn taps(&self) -> &[usize] {
+        &self.taps
+    }
+
+    /// The two greatest logits of a row of the last pass and their log-probabilities, greatest first: how near a pick
+    /// was to another.
+    ///
+    /// # Errors
+    /// A slot beyond the width of a pass, or an error from CUDA.
+    pub fn top_two(&self, slot: usize) -> Result<[(u32, f32); 2]> {
+        let (gpu, width) = (&self.stack.gpu, self.max_width());
+        if slot >= width {
+            return Err(Error::argument("slot", slot, format!("below {width}")));
+        }
+        self.top_two.run(gpu, self.logits.at(4 * slot * self.shared.vocab_size), 1)?;
+        let (mut ids, mut log_probs) = ([0u32; 2], [f32::NEG_INFINITY; 2]);
+        let k = self.top_two.k();
+        gpu.download(&self.top_two.ids, &mut ids[..k])?;
+        gpu.download(&self.top_two.log_probs, &mut log_probs[..k])?;
+        Ok([(ids[0], log_probs[0]), (ids[1], log_probs[1])])
+    }
+
+    /// The logits of a row of the last pass.
+    ///
+    /// # Errors
+    /// A slot beyond the width of a pass, or an error from CUDA.
+    pub fn logits(&self, slot: usize) -> Result<Vec<f32>> {
+        let (vocab_size, width) = (self.shared.vocab_size, self.max_width());
+        if slot >= width {
+            return Err(Error::argument("slot", slot, format!("below {width}")));
+        }
+        let mut row = vec![0.0; vocab_size];
+        self.stack.gpu.download_from(&self.logits, 4 * slot * vocab_size, &mut row)?;
+        Ok(row)
+    }
+
+    /// Asks for everything that a pass of `width` rows does.
+    fn pass(&self, width: usize) -> Result<()> {
+        let gpu = &self.stack.gpu;
+        self.input.send(gpu, width)?;
+        let taps = TapInto { layers: &self.taps, rows: &self.tap_rows };
+        self.stack.forward(&self.input.inputs(width), &self.shared.embed_tokens, taps)?;
+        self.head(width)?;
+        self.argmax.run(gpu, &self.logits, width, self.shared.vocab_size)?;
+        gpu.copy_out(self.argmax.packed(), &self.packed, 8 * width)
+    }
+
+    fn head(&self, width: usize) -> Result<()> {
+        let shape = Product {
+            rows: width,
+            inputs: self.shared.hidden,
+            outputs: self.shared.vocab_size,
+            skipped: 0,
+            dtype: self.stack.dtype(),
+            y_dtype: DType::F32,
+            add: false,
+        };
+        self.stack.gpu.product(self.stack.output(), &self.shared.lm_head, &self.logits, shape)
+    }
+
+    /// Runs what `self.input` holds and waits for it.
+    fn run(&mut self, width: usize) -> Result<()> {
+        let gpu = &self.stack.gpu;
+        if !self.graphs.contains_key(&width) {
+            // Loads kernels and plans products, which cannot be captured.
+            self.pass(width)?;
+            gpu.synchronize()?;
+            let graph = gpu.capture(|| self.pass(width))?;
+            self.graphs.insert(width, graph);
+        }
+        self.graphs[&width].launch()?;
+        gpu.synchronize()?;
+        self.input.landed();
+        Ok(())
+    }
+
+    /// Adds the picks of rows of the last pass: tokens where the greatest logit is what is asked for, else the logits
+    /// of the rows that matter.
+    fn hand_over(&self, rows: Range<usize>, picks: &mut Picks<'_>) -> Result<()> {
+        let device = picks.rule() <= PickRule::Argmax;
+        for row in rows {
+            if device {
+                let token = Argmax::token(self.packed.as_slice()[row]);
+                picks.push(token.ok_or(Error::NonFiniteLogits { row })?);
+            } else if picks.wanted() {
+                picks.push_logits(&self.logits(row)?)?;
+            } else {
+                picks.skip();
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies taps of the last pass to memory of their own.
+    fn take_taps(&self, slots: &[u32]) -> Result<CudaTaps> {
+        let width = self.taps.len() * self.shared.hidden;
+        if self.taps.is_empty() {
+            return Ok(CudaTaps { blocks: Vec::new(), width });
+        }
+        let (gpu, row_bytes) = (&self.stack.gpu, width * self.stack.dtype().size_in_bytes());
+        let pooled = self.pool.borrow_mut().pop();
+        let buffer = match pooled {
+            Some(buffer) => buffer,
+            None => gpu.allocate(self.max_width() * row_bytes)?,
+        };
+        self.stack.kernels.gather(gpu, &self.tap_rows, &buffer, row_bytes, &Path::new(slots))?;
+        let (rows, pool) = (slots.len(), self.pool.clone());
+        Ok(CudaTaps { blocks: vec![TapBlock { rows, buffer: Some(buffer), pool }], width })
+    }
+
+    fn check_start(&self, start: usize, rows: usize) -> Result<()> {
+        if start != self.committed {
+            let accepted = format!("the committed length {}", self.committed);
+            return Err(Error::argument("start", start, accepted));
+        }
+        if start + rows > self.options.max_len {
+            let accepted = format!("at most {} rows", self.options.max_len);
+            return Err(Error::argument("max_len", start + rows, accepted));
+        }
+        Ok(())
+    }
+
+    fn check_tokens(&self, tokens: &[u32]) -> Result<()> {
+        let vocab_size = self.shared.vocab_size;
+        match tokens.iter().find(|&&token| token as usize >= vocab_size) {
+            None => Ok(()),
+            Some(token) => {
+                let accepted = format!("ids below the vocabulary size {vocab_size}");
+                Err(Error::argument("tokens", token, accepted))
+            }
+        }
+    }
+
+    /// Rows of the widest pass.
+    pub(super) fn max_width(&self) -> usize {
+        padded(self.options.max_slots)
+    }
+
+    /// What a pass has to do at least; see [`Roofline`](super::Roofline).
+    pub(super) fn roofline_parts(&self) -> (&Gpu, usize, usize) {
+        let head = self.shared.lm_head.bytes();
+        (&self.stack.gpu, self.stack.weight_bytes() + head, self.stack.cache_row_bytes())
+    }
+
+    /// Asks for the products of a pass and nothing else.
+    pub(super) fn products(&self, width: usize) -> Result<()> {
+        self.stack.products(width)?;
+        self.head(width)
+    }
+}
+
+impl Verifier for CudaTarget {
+    type Features = CudaTaps;
+    type Error = Error;
+
+    fn capabilities(&self) -> Capabilities {
+        let mut capabilities = Capabilities::new(self.shared.vocab_size, self.options.max_len);
+        capabilities.max_slots = self.options.max_slots;
+        capabilities
+    }
+
+    fn reset(&mut self, keep: usize) -> Result<()> {
+        if keep > self.committed {
+            let accepted = format!("at most the committed length {}", self.committed);
+            return Err(Error::argument("keep", keep, accepted));
+        }
+        self.committed = keep;
+        self.verified = None;
+        Ok(())
+    }
+
+    fn prefill(&mut self, prefill: &Prefill<'_>, picks: &mut Picks<'_>) -> Result<CudaTaps> {
+        self.verified = None;
+        let (start, tokens) = (prefill.start(), prefill.tokens());
+        self.check_start(start, tokens.len())?;
+        self.check_tokens(tokens)?;
+        let mut taps = CudaTaps { blocks: Vec::new(), width: self.taps.len() * self.shared.hidden };
+        let mut last = None;
+        let mut at = start;
+        for chunk in tokens.chunks(self.options.max_slots) {
+            let width = padded(chunk.len());
+            let rows = chunk.iter().enumerate().map(|(row, &token)| (token, (at + row) as u32));
+            self.input.write(&self.stack.gpu, width, at, rows, causal)?;
+            self.run(width)?;
+            let slots: Vec<u32> = (0..chunk.len() as u32).collect();
+            taps.blocks.extend(self.take_taps(&slots)?.blocks);
+            last = Some(chunk.len() - 1);
+            at += chunk.len();
+        }
+        let last =
+            last.ok_or_else(|| Error::argument("tokens", "none", "at least one to prefill"))?;
+        self.hand_over(last..last + 1, picks)?;
+        self.committed = at;
+        Ok(taps)
+    }
+
+    fn verify(&mut self, round: &Round<'_>, picks: &mut Picks<'_>) -> Result<()> {
+        self.verified = None;
+        let tree = round.tree();
+        self.check_start(round.start(), tree.len())?;
+        self.check_tokens(tree.tokens())?;
+        if tree.len() > self.options.max_slots {
+            let accepted = format!("at most {}", self.options.max_slots);
+            return Err(Error::argument("slots", tree.len(), accepted));
+        }
+        let width = padded(tree.len());
+        let rows = tree.tokens().iter().zip(round.positions());
+        let rows = rows.map(|(&token, position)| (token, position as u32));
+        let (gpu, start) = (&self.stack.gpu, round.start());
+        match round.mask() {
+            Some(mask) => self.input.write(gpu, width, start, rows, |row, words| {
+                let bits = mask.row(row);
+                words[..bits.len()].copy_from_slice(bits);
+            })?,
+            None => self.input.write(gpu, width, start, rows, causal)?,
+        }
+        self.run(width)?;
+        self.hand_over(0..tree.len(), picks)?;
+        self.verified = Some(tree.len());
+        Ok(())
+    }
+
+    fn commit(&mut self, plan: &CommitPlan) -> Result<CudaTaps> {
+        self.check_start(plan.start(), plan.slots().len())?;
+        // Taken out: if rows have begun to move, the round has to be verified again.
+        let slots = self
+            .verified
+            .take()
+            .ok_or_else(|| Error::argument("plan", "no verification", "a commit after verify"))?;
+        if let Some(slot) = plan.slots().iter().find(|&&slot| slot as usize >= slots) {
+            return Err(Error::argument("plan", slot, format!("slots below {slots}")));
+        }
+        if !plan.is_prefix() {
+            self.stack.compact(plan.start(), &Path::new(plan.slots()))?;
+        }
+        let taps = self.take_taps(plan.slots())?;
+        self.committed = plan.new_len();
+        Ok(taps)
+    }
+}
+
+/// The mask of a path: every row sees itself and all before it.
+fn causal(row: usize, words: &mut [u64]) {
+    for (index, word) in words.iter_mut().enumerate() {
+        *word = match row.checked_sub(64 * index) {
+            None => 0,
+            Some(bit) if bit < 63 => (1 << (bit + 1)) - 1,
+            Some(_) => u64::MAX,
+        };
+    }
+}

@@ -1,0 +1,540 @@
+//! The kernels and the engine against the host. Without a GPU these tests only say that there is none; with
+//! `DDTREE_REQUIRE_GPU` set, that is a failure.
+
+use std::ops::ControlFlow::Continue;
+use std::path::Path as FilePath;
+use std::time::{Duration, Instant};
+
+use candle_core::{DType, Device};
+use half::{bf16, f16};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use serde_json::Value;
+
+use super::device::{Buffer, Gpu};
+use super::kernels::{Argmax, Heads, Inputs, Kernels, Path, Splits, TopK};
+use super::{CudaDFlash, CudaOptions, CudaTarget};
+use crate::candle::dflash::DFlashConfig;
+use crate::candle::{DecoderConfig, Weights};
+use crate::{
+    Acceptance, Algorithm, CommitPlan, Config, Decoder, DraftTree, NoDrafter, Picks, Prefill,
+    Request, Round, Verifier, top_k, walk,
+};
+
+const TYPES: [DType; 3] = [DType::F32, DType::BF16, DType::F16];
+const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/tiny-qwen3");
+
+fn gpu() -> Option<Gpu> {
+    match Gpu::new(0) {
+        Ok(gpu) => Some(gpu),
+        Err(error) if std::env::var_os("DDTREE_REQUIRE_GPU").is_none() => {
+            eprintln!("not run: {error}");
+            None
+        }
+        Err(error) => panic!("{error}"),
+    }
+}
+
+/// `values` on the GPU in a type, and as that type holds them.
+fn upload(gpu: &Gpu, dtype: DType, values: &[f32]) -> (Buffer, Vec<f32>) {
+    match dtype {
+        DType::BF16 => {
+            let rounded: Vec<bf16> = values.iter().map(|&x| bf16::from_f32(x)).collect();
+            (gpu.upload(&rounded).unwrap(), rounded.iter().map(|x| x.to_f32()).collect())
+        }
+        DType::F16 => {
+            let rounded: Vec<f16> = values.iter().map(|&x| f16::from_f32(x)).collect();
+            (gpu.upload(&rounded).unwrap(), rounded.iter().map(|x| x.to_f32()).collect())
+        }
+        _ => (gpu.upload(values).unwrap(), values.to_vec()),
+    }
+}
+
+fn download(gpu: &Gpu, dtype: DType, buffer: &Buffer, len: usize) -> Vec<f32> {
+    match dtype {
+        DType::BF16 => {
+            let mut out = vec![bf16::ZERO; len];
+            gpu.download(buffer, &mut out).unwrap();
+            out.iter().map(|x| x.to_f32()).collect()
+        }
+        DType::F16 => {
+            let mut out = vec![f16::ZERO; len];
+            gpu.download(buffer, &mut out).unwrap();
+            out.iter().map(|x| x.to_f32()).collect()
+        }
+        _ => {
+            let mut out = vec![0.0; len];
+            gpu.download(buffer, &mut out).unwrap();
+            out
+        }
+    }
+}
+
+fn random(rng: &mut StdRng, len: usize) -> Vec<f32> {
+    (0..len).map(|_| rng.random_range(-1.0f32..1.0) + rng.random_range(-1.0f32..1.0)).collect()
+}
+
+/// How far `found` is from `expected`, relative to the latter's size. NaN is as far as can be.
+fn distance(found: &[f32], expected: &[f32]) -> f64 {
+    let square = |x: f64| x * x;
+    let error: f64 =
+        found.iter().zip(expected).map(|(&a, &b)| square(f64::from(a) - f64::from(b))).sum();
+    let size: f64 = expected.iter().map(|&b| square(f64::from(b))).sum();
+    let distance = (error / size.max(1e-30)).sqrt();
+    if distance.is_nan() { f64::INFINITY } else { distance }
+}
+
+/// Rows of logits of the kinds that break careless kernels.
+fn rows(rng: &mut StdRng, size: usize) -> Vec<Vec<f32>> {
+    let plain: Vec<f32> = random(rng, size).iter().map(|x| 8.0 * x).collect();
+    let ties = (0..size).map(|_| rng.random_range(-3i32..3) as f32).collect();
+    let mut masked = vec![f32::NEG_INFINITY; size];
+    for _ in 0..size.min(70) {
+        masked[rng.random_range(0..size)] = rng.random_range(-2i32..2) as f32;
+    }
+    let mut spike = vec![-20.0; size];
+    spike[size - 1] = 30.0;
+    let zeroes = (0..size).map(|i| if i % 2 == 0 { 0.0 } else { -0.0 }).collect();
+    vec![plain, ties, masked, spike, vec![1.5; size], zeroes]
+}
+
+#[test]
+fn picks_equal_the_hosts() {
+    let Some(gpu) = gpu() else { return };
+    let mut rng = StdRng::seed_from_u64(1);
+    for dtype in TYPES {
+        for size in [1, 2, 31, 1003, 4096, 49_152, 151_936] {
+            let rows = rows(&mut rng, size);
+            let argmax = Argmax::new(&gpu, dtype, rows.len()).unwrap();
+            let (logits, rounded) = upload(&gpu, dtype, &rows.concat());
+            argmax.run(&gpu, &logits, rows.len(), size).unwrap();
+            let mut packed = vec![0u64; rows.len()];
+            gpu.download(argmax.packed(), &mut packed).unwrap();
+            for (row, (packed, logits)) in packed.iter().zip(rounded.chunks(size)).enumerate() {
+                let expected = top_k::argmax(logits).ok().map(|(token, _)| token);
+                assert_eq!(Argmax::token(*packed), expected, "{dtype:?} {size} row {row}");
+            }
+        }
+        for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
+            let argmax = Argmax::new(&gpu, dtype, 1).unwrap();
+            let mut row = random(&mut rng, 5000);
+            row[4321] = bad;
+            argmax.run(&gpu, &upload(&gpu, dtype, &row).0, 1, row.len()).unwrap();
+            let mut packed = [0u64];
+            gpu.download(argmax.packed(), &mut packed).unwrap();
+            assert_eq!(Argmax::token(packed[0]), None, "{dtype:?} {bad}");
+        }
+    }
+}
+
+#[test]
+fn top_k_equals_a_full_sort() {
+    let Some(gpu) = gpu() else { return };
+    let mut rng = StdRng::seed_from_u64(2);
+    for dtype in TYPES {
+        for (size, k) in [
+            (1, 1),
+            (7, 7),
+            (64, 64),
+            (1003, 5),
+            (8192, 64),
+            (8193, 64),
+            (49_152, 16),
+            (151_936, 64),
+        ] {
+            let rows = rows(&mut rng, size);
+            let kernel = TopK::new(&gpu, dtype, rows.len(), size, k).unwrap();
+            let (logits, rounded) = upload(&gpu, dtype, &rows.concat());
+            // Twice: the counters have to be as they were.
+            for _ in 0..2 {
+                kernel.run(&gpu, logits.pointer(), rows.len()).unwrap();
+            }
+            let mut ids = vec![0u32; rows.len() * k];
+            let mut log_probs = vec![0f32; rows.len() * k];
+            gpu.download(&kernel.ids, &mut ids).unwrap();
+            gpu.download(&kernel.log_probs, &mut log_probs).unwrap();
+            for (row, logits) in rounded.chunks(size).enumerate() {
+                let mut order: Vec<u32> = (0..size as u32).collect();
+                order.sort_by(|&a, &b| {
+                    let (x, y) = (logits[a as usize], logits[b as usize]);
+                    y.partial_cmp(&x).unwrap().then(a.cmp(&b))
+                });
+                let what = format!("{dtype:?} {size} top {k} row {row}");
+                assert_eq!(ids[row * k..][..k], order[..k], "{what}");
+                let sum = top_k::log_sum_exp(logits).unwrap();
+                for (&id, &found) in order.iter().zip(&log_probs[row * k..][..k]) {
+                    let expected = (f64::from(logits[id as usize]) - sum) as f32;
+                    let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
+                    assert!(near || found == expected, "{what}: {found} for {expected}");
+                }
+            }
+        }
+    }
+    assert!(TopK::new(&gpu, DType::F32, 1, 1000, 0).is_err());
+    assert!(TopK::new(&gpu, DType::F32, 1, 1000, 65).is_err());
+    assert!(TopK::new(&gpu, DType::F32, 1, 5, 6).is_err());
+}
+
+/// Parents of a random tree of `n` slots.
+fn random_parents(rng: &mut StdRng, n: usize) -> Vec<i32> {
+    (0..n as i32).map(|slot| if slot == 0 { -1 } else { rng.random_range(0..slot) }).collect()
+}
+
+fn ancestor_rows(parents: &[i32], words: usize) -> Vec<u64> {
+    let mut mask = vec![0u64; parents.len() * words];
+    for slot in 0..parents.len() {
+        let mut at = slot as i32;
+        while at >= 0 {
+            mask[slot * words + at as usize / 64] |= 1 << (at % 64);
+            at = parents[at as usize];
+        }
+    }
+    mask
+}
+
+#[test]
+fn attention_equals_a_sum_over_visible_keys() {
+    let Some(gpu) = gpu() else { return };
+    let mut rng = StdRng::seed_from_u64(3);
+    for dtype in TYPES {
+        for (size, kv, group) in [(64, 3, 3), (128, 2, 4), (256, 1, 2), (64, 2, 1), (128, 1, 8)] {
+            let heads = Heads { query: kv * group, kv, size };
+            let kernels = Kernels::new(&gpu, dtype, size).unwrap();
+            let splits = Splits::new(&gpu, heads, 144).unwrap();
+            for (prefix, width) in [
+                (0usize, 1usize),
+                (1, 1),
+                (0, 8),
+                (1, 16),
+                (63, 24),
+                (64, 72),
+                (1000, 1),
+                (1000, 72),
+                (300, 144),
+                (8191, 1),
+                (8191, 16),
+            ] {
+                let words = width.div_ceil(64);
+                let mask = ancestor_rows(&random_parents(&mut rng, width), words);
+                let keys = prefix + width;
+                let stride = (kv * group + 2 * kv) * size;
+                let (qkv, q) = upload(&gpu, dtype, &random(&mut rng, width * stride));
+                let (k_buffer, k) = upload(&gpu, dtype, &random(&mut rng, keys * kv * size));
+                let (v_buffer, v) = upload(&gpu, dtype, &random(&mut rng, keys * kv * size));
+                let out = gpu.allocate(4 * width * kv * group * size).unwrap();
+                let prefix_buffer = gpu.upload(&[prefix as u32]).unwrap();
+                let mask_buffer = gpu.upload(&mask).unwrap();
+                let inputs = Inputs {
+                    prefix: prefix_buffer.pointer(),
+                    tokens: 0,
+                    positions: 0,
+                    mask: mask_buffer.pointer(),
+                    mask_words: words,
+                    rows: width,
+                };
+                let cache = (k_buffer.pointer(), v_buffer.pointer());
+                kernels.attend(&gpu, &inputs, heads, &qkv, cache, &out, &splits).unwrap();
+                let found = download(&gpu, dtype, &out, width * kv * group * size);
+                let what = format!("{dtype:?} {heads:?} prefix {prefix} width {width}");
+                for slot in 0..width {
+                    for head in 0..kv * group {
+                        let q = &q[slot * stride + head * size..][..size];
+                        let sees = |key: usize| {
+                            key.checked_sub(prefix)
+                                .is_none_or(|j| mask[slot * words + j / 64] >> (j % 64) & 1 == 1)
+                        };
+                        let at = |key: usize| (key * kv + head / group) * size;
+                        let scores: Vec<(usize, f64)> = (0..keys)
+                            .filter(|&key| sees(key))
+                            .map(|key| {
+                                let k = &k[at(key)..][..size];
+                                let dot: f64 = q.iter().zip(k).map(|(a, b)| f64::from(a * b)).sum();
+                                (key, dot / (size as f64).sqrt())
+                            })
+                            .collect();
+                        let top = scores.iter().fold(f64::MIN, |top, s| top.max(s.1));
+                        let total: f64 = scores.iter().map(|s| (s.1 - top).exp()).sum();
+                        let mut expected = vec![0.0f64; size];
+                        for (key, score) in scores {
+                            let weight = (score - top).exp() / total;
+                            for (sum, v) in expected.iter_mut().zip(&v[at(key)..][..size]) {
+                                *sum += weight * f64::from(*v);
+                            }
+                        }
+                        let expected: Vec<f32> = expected.iter().map(|&x| x as f32).collect();
+                        let found = &found[(slot * kv * group + head) * size..][..size];
+                        let limit = match dtype {
+                            DType::BF16 => 1e-2,
+                            DType::F16 => 2e-3,
+                            _ => 1e-5,
+                        };
+                        let distance = distance(found, &expected);
+                        assert!(distance < limit, "{what} slot {slot} head {head}: {distance}");
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn commits_move_rows_like_the_host() {
+    let Some(gpu) = gpu() else { return };
+    let mut rng = StdRng::seed_from_u64(4);
+    let kernels = Kernels::new(&gpu, DType::F32, 64).unwrap();
+    let (planes, rows, width, start) = (6, 300, 192, 37);
+    for path_len in [1, 2, 3, 17, 100, 250] {
+        let mut slots: Vec<u32> = (1..251).collect();
+        while slots.len() + 1 > path_len {
+            slots.remove(rng.random_range(0..slots.len()));
+        }
+        slots.insert(0, 0);
+        let values = random(&mut rng, planes * rows * width);
+        let cache = gpu.upload(&values).unwrap();
+        let path = Path::new(&slots);
+        kernels.compact(&gpu, &cache, (planes, rows, 4 * width), start, &path).unwrap();
+        let found = download(&gpu, DType::F32, &cache, values.len());
+        for plane in 0..planes {
+            let at = |row: usize| (plane * rows + row) * width;
+            for (to, &from) in slots.iter().enumerate() {
+                let (found, expected) = (
+                    &found[at(start + to)..][..width],
+                    &values[at(start + from as usize)..][..width],
+                );
+                assert_eq!(found, expected, "plane {plane} row {to}");
+            }
+            assert_eq!(found[at(0)..at(start)], values[at(0)..at(start)], "committed rows");
+        }
+        let out = gpu.allocate(4 * slots.len() * width).unwrap();
+        let tree = gpu.upload(&values[start * width..]).unwrap();
+        kernels.gather(&gpu, &tree, &out, 4 * width, &path).unwrap();
+        let found = download(&gpu, DType::F32, &out, slots.len() * width);
+        for (to, &from) in slots.iter().enumerate() {
+            let expected = &values[(start + from as usize) * width..][..width];
+            assert_eq!(found[to * width..][..width], *expected, "gathered row {to}");
+        }
+    }
+}
+
+fn tiny(gpu: &Gpu, dtype: DType, taps: bool) -> (CudaTarget, DFlashConfig) {
+    let folder = FilePath::new(TINY);
+    let config = DecoderConfig::load(folder.join("target")).unwrap();
+    let drafter = DFlashConfig::load(folder.join("drafter")).unwrap();
+    let weights = Weights::open(folder.join("target"), dtype, &Device::Cpu).unwrap();
+    let options = CudaOptions::default().max_len(512);
+    let layers = if taps { drafter.target_layer_ids() } else { &[] };
+    (CudaTarget::new(gpu, &config, weights, layers, options).unwrap(), drafter)
+}
+
+fn tokens(value: &Value) -> Vec<u32> {
+    value.as_array().unwrap().iter().map(|id| id.as_u64().unwrap() as u32).collect()
+}
+
+#[test]
+fn texts_equal_the_reference() {
+    let Some(gpu) = gpu() else { return };
+    let golden = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/goldens/decode-tiny-qwen3.json");
+    let golden: Value = serde_json::from_str(&std::fs::read_to_string(golden).unwrap()).unwrap();
+    let stop = golden["stop_token"].as_u64().unwrap() as u32;
+    let (mut target, config) = tiny(&gpu, DType::F32, true);
+    let weights =
+        Weights::open(FilePath::new(TINY).join("drafter"), DType::F32, &Device::Cpu).unwrap();
+    let mut drafter = CudaDFlash::new(&target, config, weights, 64).unwrap();
+    for case in golden["cases"].as_array().unwrap() {
+        let prompt = tokens(&case["prompt_ids"]);
+        let expected = tokens(&case["autoregressive"]);
+        let request = Request::new(&prompt).max_new_tokens(96).stop_tokens(&[stop]);
+        let plain = Config::new(Algorithm::Autoregressive);
+        let mut decoder = Decoder::new((&mut target, NoDrafter), &plain).unwrap();
+        assert_eq!(decoder.generate(&request, |_| Continue(())).unwrap().tokens, expected);
+        let chain = (Config::new(Algorithm::Chain), &case["chain"]);
+        let trees = case["trees"].as_object().unwrap().iter().map(|(budget, tree)| {
+            (Config::new(Algorithm::Tree).budget(budget.parse().unwrap()), tree)
+        });
+        for (config, expected_run) in std::iter::once(chain).chain(trees) {
+            let mut decoder = Decoder::new((&mut target, &mut drafter), &config).unwrap();
+            let text = decoder.generate(&request, |_| Continue(())).unwrap();
+            assert_eq!(text.tokens, expected, "{config:?}");
+            // The reference may add a round after the last token.
+            let lengths = tokens(&expected_run["acceptance_lengths"]);
+            let mut sum = 1;
+            let enough = |length: &u32| {
+                sum += *length as usize;
+                sum >= expected.len()
+            };
+            let rounds = lengths.iter().position(enough).unwrap() + 1;
+            // The drafter's near-ties may fall another way.
+            let found = text.stats.rounds as usize;
+            assert!(found.abs_diff(rounds) <= 1, "{config:?}: {found} rounds, not {rounds}");
+        }
+    }
+}
+
+/// Rounds of random trees and random accepted paths, against a target that forwards the accepted text anew.
+#[test]
+fn rounds_equal_plain_decoding_and_memory_stays() {
+    let Some(gpu) = gpu() else { return };
+    let seconds = std::env::var("DDTREE_SOAK_SECONDS").ok().and_then(|s| s.parse().ok());
+    let (mut target, _) = tiny(&gpu, DType::F32, true);
+    let (mut fresh, _) = tiny(&gpu, DType::F32, false);
+    let mut rng = StdRng::seed_from_u64(5);
+    let (mut ids, mut outcome, mut plan) = (Vec::new(), Acceptance::new(), CommitPlan::new());
+    let (mut text, mut rounds) = (Vec::new(), 0u32);
+    // Every width gets its graph, and the taps of the longest prompt their memory.
+    target.prefill(&Prefill::new(0, &[5; 200]), &mut Picks::new(&mut ids)).unwrap();
+    for slots in 1..=CudaOptions::default().max_slots {
+        for target in [&mut target, &mut fresh] {
+            target.reset(0).unwrap();
+            let tokens = vec![5; slots];
+            target.prefill(&Prefill::new(0, &tokens), &mut Picks::new(&mut ids)).unwrap();
+        }
+    }
+    let mut free = None;
+    let end = Instant::now() + Duration::from_secs(seconds.unwrap_or(2));
+    let mut compared = 0;
+    while Instant::now() < end {
+        if text.len() < 2 || text.len() > 400 {
+            target.reset(0).unwrap();
+            text = (0..rng.random_range(1..200)).map(|_| rng.random_range(0..4096)).collect();
+            target.prefill(&Prefill::new(0, &text), &mut Picks::new(&mut ids)).unwrap();
+        }
+        let slots = rng.random_range(1..100);
+        let parents = random_parents(&mut rng, slots);
+        // Tokens that differ between siblings.
+        let first = rng.random_range(0..4000u32);
+        let tree_tokens: Vec<u32> = (0..slots as u32).map(|slot| (first + slot) % 4096).collect();
+        let tree = DraftTree::from_parents(&tree_tokens, &parents).unwrap();
+        let mut mask = crate::AncestorMask::new();
+        mask.build(&tree);
+        let round = Round::new(text.len(), &tree, Some(&mask));
+        target.verify(&round, &mut Picks::new(&mut ids)).unwrap();
+        let slot = rng.random_range(0..slots);
+        let mut path = vec![slot];
+        while parents[path[0]] >= 0 {
+            path.insert(0, parents[path[0]] as usize);
+        }
+        if rounds % 16 == 0 {
+            let found = target.logits(slot).unwrap();
+            let whole: Vec<u32> =
+                text.iter().copied().chain(path.iter().map(|&slot| tree_tokens[slot])).collect();
+            fresh.reset(0).unwrap();
+            fresh.prefill(&Prefill::new(0, &whole), &mut Picks::new(&mut ids)).unwrap();
+            let last = (whole.len() - 1) % CudaOptions::default().max_slots;
+            let distance = distance(&found, &fresh.logits(last).unwrap());
+            assert!(distance < 1e-4, "round {rounds}: {distance}");
+            compared += 1;
+        }
+        // Picks that accept the path.
+        let mut picks = vec![4095u32; slots];
+        path.windows(2).for_each(|edge| picks[edge[0]] = tree_tokens[edge[1]]);
+        picks[slot] = (first + 2000) % 4096;
+        walk(&tree, &picks, &mut outcome).unwrap();
+        assert_eq!(outcome.path().len(), path.len());
+        plan.set(text.len(), &outcome);
+        target.commit(&plan).unwrap();
+        text.extend(path.iter().map(|&slot| tree_tokens[slot]));
+        rounds += 1;
+        // Kernels have been loaded by then.
+        if rounds == 200 {
+            free = Some(gpu.memory().unwrap().0);
+        }
+    }
+    assert!(compared > 0);
+    if let Some(free) = free {
+        assert_eq!(gpu.memory().unwrap().0, free, "free memory after {rounds} rounds");
+    }
+    eprintln!("{rounds} rounds, {compared} compared");
+}
+
+#[test]
+fn bf16_and_f16_are_near_f32() {
+    let Some(gpu) = gpu() else { return };
+    let mut rng = StdRng::seed_from_u64(6);
+    let text: Vec<u32> = (0..300).map(|_| rng.random_range(0..4096)).collect();
+    let logits = |dtype| {
+        let (mut target, _) = tiny(&gpu, dtype, true);
+        let mut ids = Vec::new();
+        let taps = target.prefill(&Prefill::new(0, &text), &mut Picks::new(&mut ids)).unwrap();
+        assert_eq!(taps.rows(), text.len());
+        target.logits((text.len() - 1) % CudaOptions::default().max_slots).unwrap()
+    };
+    let expected = logits(DType::F32);
+    for (dtype, limit) in [(DType::BF16, 4e-2), (DType::F16, 5e-3)] {
+        let distance = distance(&logits(dtype), &expected);
+        assert!(distance < limit, "{dtype:?}: {distance}");
+    }
+}
+
+/// Microseconds per launch of every kernel at the shape of Qwen3-8B, in a graph of 36.
+#[test]
+#[ignore = "a measurement"]
+fn kernel_times() {
+    let Some(gpu) = gpu() else { return };
+    let (hidden, intermediate, vocab_size, prefix) = (4096, 12_288, 151_936, 1024);
+    let heads = Heads { query: 32, kv: 8, size: 128 };
+    let kernels = Kernels::new(&gpu, DType::BF16, 128).unwrap();
+    let splits = Splits::new(&gpu, heads, 144).unwrap();
+    let filled = |len: usize| {
+        let buffer = gpu.allocate(4 * len).unwrap();
+        kernels.fill_random(&gpu, &buffer, len, 7, 1.0).unwrap();
+        buffer
+    };
+    let (qkv, mixed) = (filled(144 * 6144), filled(144 * 4096));
+    let planes: Vec<_> = (0..36).map(|_| (filled(1200 * 1024), filled(1200 * 1024))).collect();
+    let residual = filled(144 * hidden);
+    let weight = gpu.upload(&vec![1.0f32; hidden]).unwrap();
+    let rope = gpu.upload(&vec![0.5f32; 128]).unwrap();
+    let (normed, gate_up, activated) =
+        (filled(144 * hidden), filled(144 * 2 * intermediate), filled(144 * intermediate));
+    let logits = gpu.upload(&random(&mut StdRng::seed_from_u64(9), 144 * vocab_size)).unwrap();
+    let argmax = Argmax::new(&gpu, DType::F32, 144).unwrap();
+    let top_k = TopK::new(&gpu, DType::F32, 15, vocab_size, 64).unwrap();
+    eprintln!("width  attend    norm    rope    silu  argmax   top_k");
+    for rows in [1usize, 8, 16, 24, 64, 72, 128, 136, 144] {
+        let words = rows.div_ceil(64);
+        let mask = ancestor_rows(&random_parents(&mut StdRng::seed_from_u64(8), rows), words);
+        let prefix_buffer = gpu.upload(&[prefix as u32]).unwrap();
+        let positions = gpu.upload(&vec![0u32; rows]).unwrap();
+        let mask_buffer = gpu.upload(&mask).unwrap();
+        let inputs = Inputs {
+            prefix: prefix_buffer.pointer(),
+            tokens: 0,
+            positions: positions.pointer(),
+            mask: mask_buffer.pointer(),
+            mask_words: words,
+            rows,
+        };
+        let time = |launch: &dyn Fn(usize) -> crate::candle::Result<()>| {
+            launch(0).unwrap();
+            gpu.synchronize().unwrap();
+            let graph = gpu.capture(|| (0..36).try_for_each(launch)).unwrap();
+            let mut times: Vec<f64> =
+                (0..20).map(|_| gpu.time(|| graph.launch()).unwrap() * 1e3 / 36.0).collect();
+            times.sort_by(f64::total_cmp);
+            times[10]
+        };
+        let attend = time(&|layer| {
+            let (k, v) = &planes[layer];
+            let cache = (k.pointer(), v.pointer());
+            kernels.attend(&gpu, &inputs, heads, &qkv, cache, &mixed, &splits)
+        });
+        let norm =
+            time(&|_| kernels.norm(&gpu, rows, &residual, (&weight, 1e-6), &normed, None, hidden));
+        let rotate = time(&|layer| {
+            let how = super::kernels::RopeStore {
+                bias: None,
+                norms: Some((weight.pointer(), weight.pointer())),
+                eps: 1e-6,
+                rope: &rope,
+                keys: planes[layer].0.pointer(),
+                values: planes[layer].1.pointer(),
+            };
+            kernels.rope_store(&gpu, &inputs, qkv.pointer(), heads, &how)
+        });
+        let silu = time(&|_| kernels.silu_mul(&gpu, rows, &gate_up, &activated, intermediate));
+        let pick = time(&|_| argmax.run(&gpu, &logits, rows, vocab_size));
+        let select = time(&|_| top_k.run(&gpu, logits.pointer(), 15));
+        eprintln!(
+            "{rows:>5}  {attend:>6.2}  {norm:>6.2}  {rotate:>6.2}  {silu:>6.2}  {pick:>6.2}  {select:>6.2}"
+        );
+    }
+}

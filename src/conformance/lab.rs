@@ -1,0 +1,321 @@
+//! What checks are made of: the verifier's calls, their comparison, and random
+//! texts and trees.
+
+use super::{Finding, Kit};
+use crate::{
+    Acceptance, AncestorMask, Attention, Capabilities, CommitPlan, DraftTree, MaskForm, Picks,
+    Prefill, Recurrence, Round, Stage, Verifier, walk,
+};
+
+/// What checks return on the way.
+pub(super) type Found<T> = Result<T, Box<Finding>>;
+
+/// A pick, and by how much its logit leads the second one if that is known.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(super) struct Pick {
+    pub(super) token: u32,
+    pub(super) lead: Option<f32>,
+}
+
+pub(super) struct Lab<'a, V: Verifier> {
+    pub(super) kit: Kit<'a, V>,
+    pub(super) capabilities: Capabilities,
+    pub(super) comparisons: usize,
+    pub(super) near_ties: usize,
+    random: u64,
+}
+
+impl<'a, V: Verifier> Lab<'a, V> {
+    pub(super) fn new(kit: Kit<'a, V>) -> Self {
+        let capabilities = kit.verifier.capabilities();
+        let random = kit.seed;
+        Self { kit, capabilities, comparisons: 0, near_ties: 0, random }
+    }
+
+    /// Begins a check: its cases do not depend on those of checks before it.
+    pub(super) fn begin(&mut self, check: usize) {
+        self.random = self.kit.seed ^ ((check as u64 + 1) << 32);
+        (self.comparisons, self.near_ties) = (0, 0);
+    }
+
+    // Calls.
+
+    pub(super) fn reset(&mut self, keep: usize) -> Found<()> {
+        self.kit.verifier.reset(keep).map_err(|error| failed("reset", &error))
+    }
+
+    /// Commits tokens; gives the pick after them and their features.
+    pub(super) fn prefill(&mut self, start: usize, tokens: &[u32]) -> Found<(Pick, V::Features)> {
+        let (mut ids, mut leads) = (Vec::new(), Vec::new());
+        let features = self
+            .kit
+            .verifier
+            .prefill(&Prefill::new(start, tokens), &mut Picks::with_leads(&mut ids, &mut leads))
+            .map_err(|error| failed("prefill", &error))?;
+        Ok((self.take_picks("prefill", ids, leads, 1)?[0], features))
+    }
+
+    pub(super) fn verify(&mut self, start: usize, tree: &DraftTree) -> Found<Vec<Pick>> {
+        let (mut ids, mut leads, mut mask) = (Vec::new(), Vec::new(), AncestorMask::new());
+        let wants_mask = self.capabilities.mask == MaskForm::Bits && !tree.is_chain();
+        if wants_mask {
+            mask.build(tree);
+        }
+        let round = Round::new(start, tree, wants_mask.then_some(&mask));
+        self.kit
+            .verifier
+            .verify(&round, &mut Picks::with_leads(&mut ids, &mut leads))
+            .map_err(|error| failed("verify", &error))?;
+        self.take_picks("verify", ids, leads, tree.len())
+    }
+
+    /// Commits the path from the root to slot `last`; its features.
+    pub(super) fn commit(
+        &mut self,
+        start: usize,
+        tree: &DraftTree,
+        last: usize,
+    ) -> Found<V::Features> {
+        let plan = plan_to(start, tree, last);
+        self.kit.verifier.commit(&plan).map_err(|error| failed("commit", &error))
+    }
+
+    /// The call fails since the kit's user has it fail.
+    pub(super) fn inject(&mut self, stage: Stage) {
+        if let Some(inject) = &mut self.kit.inject {
+            inject(self.kit.verifier, stage);
+        }
+    }
+
+    fn take_picks(
+        &self,
+        call: &'static str,
+        ids: Vec<u32>,
+        leads: Vec<f32>,
+        accepted: usize,
+    ) -> Found<Vec<Pick>> {
+        let vocab_size = self.capabilities.vocab_size;
+        if ids.len() != accepted || ids.iter().any(|&id| id as usize >= vocab_size) {
+            return Err(Box::new(Finding::Picks { call, found: ids, accepted, vocab_size }));
+        }
+        let lead = |lead: f32| (!lead.is_nan()).then_some(lead);
+        let picks = ids.into_iter().zip(leads);
+        Ok(picks.map(|(token, value)| Pick { token, lead: lead(value) }).collect())
+    }
+
+    // What should be.
+
+    /// Starts a text.
+    pub(super) fn fresh(&mut self, context: &[u32]) -> Found<()> {
+        self.reset(0)?;
+        self.prefill(0, context).map(drop)
+    }
+
+    /// The pick after a text, by one prefill.
+    pub(super) fn plain(&mut self, text: &[u32]) -> Found<Pick> {
+        self.reset(0)?;
+        Ok(self.prefill(0, text)?.0)
+    }
+
+    /// The picks of a tree after a context, path by path.
+    pub(super) fn plain_tree(&mut self, context: &[u32], tree: &DraftTree) -> Found<Vec<Pick>> {
+        let mut text = Vec::new();
+        let mut picks = Vec::new();
+        for slot in 0..tree.len() {
+            text.clear();
+            text.extend_from_slice(context);
+            text.extend(path_tokens(tree, slot));
+            picks.push(self.plain(&text)?);
+        }
+        Ok(picks)
+    }
+
+    /// What the verifier picks now that `len` rows are committed, for a few trees.
+    pub(super) fn probe(&mut self, len: usize, probes: &[DraftTree]) -> Found<Vec<Pick>> {
+        let mut picks = Vec::new();
+        for probe in probes {
+            picks.extend(self.verify(len, probe)?);
+        }
+        Ok(picks)
+    }
+
+    /// The same after nothing but a prefill of `text`.
+    pub(super) fn probe_plain(&mut self, text: &[u32], probes: &[DraftTree]) -> Found<Vec<Pick>> {
+        self.fresh(text)?;
+        self.probe(text.len(), probes)
+    }
+
+    // Comparison.
+
+    /// Whether picks are the same, as far as the tolerance can tell.
+    pub(super) fn is_same(&self, expected: Pick, found: Pick) -> bool {
+        let tolerance = self.kit.lead_tolerance;
+        match (expected.lead, found.lead) {
+            (Some(expected_lead), Some(found_lead)) if expected.token == found.token => {
+                (expected_lead - found_lead).abs() <= tolerance
+            }
+            _ => expected.token == found.token || self.is_near_tie(expected, found),
+        }
+    }
+
+    fn is_near_tie(&self, expected: Pick, found: Pick) -> bool {
+        let leads = [expected.lead, found.lead].into_iter().flatten();
+        let greatest = leads.fold(None, |greatest: Option<f32>, lead| {
+            Some(greatest.map_or(lead, |greatest| greatest.max(lead)))
+        });
+        expected.token != found.token
+            && greatest.is_some_and(|lead| lead <= self.kit.lead_tolerance)
+    }
+
+    /// Compares picks slot by slot; `experiment` says what was done.
+    pub(super) fn compare(
+        &mut self,
+        expected: &[Pick],
+        found: &[Pick],
+        experiment: impl Fn() -> String,
+    ) -> Found<()> {
+        for (slot, (&expected, &found)) in expected.iter().zip(found).enumerate() {
+            self.comparisons += 1;
+            self.near_ties += usize::from(self.is_near_tie(expected, found));
+            if !self.is_same(expected, found) {
+                return Err(Box::new(Finding::Pick {
+                    experiment: experiment(),
+                    slot,
+                    expected: expected.token,
+                    found: found.token,
+                    expected_lead: expected.lead,
+                    found_lead: found.lead,
+                }));
+            }
+        }
+        Ok(())
+    }
+
+    // Random cases.
+
+    /// A number below `limit`, by SplitMix64.
+    pub(super) fn below(&mut self, limit: usize) -> usize {
+        self.random = self.random.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.random;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((z ^ (z >> 31)) % limit.max(1) as u64) as usize
+    }
+
+    /// A token that is not 0 and not in `taken`.
+    pub(super) fn token(&mut self, taken: &[u32]) -> u32 {
+        let others = self.capabilities.vocab_size - 1;
+        let first = self.below(others);
+        let mut tokens = (first..first + others).map(|index| (index % others) as u32 + 1);
+        tokens.find(|token| !taken.contains(token)).unwrap_or(first as u32 + 1)
+    }
+
+    /// A text of 3 to 8 tokens.
+    pub(super) fn context(&mut self) -> Vec<u32> {
+        let len = 3 + self.below(6);
+        (0..len).map(|_| self.token(&[])).collect()
+    }
+
+    /// Slots of the largest tree that checks use.
+    pub(super) fn max_slots(&self) -> usize {
+        12.min(self.capabilities.max_slots).min(self.capabilities.vocab_size - 1)
+    }
+
+    /// A tree of the given parents and distinct tokens that are not 0.
+    pub(super) fn tree(&mut self, parents: &[i32]) -> DraftTree {
+        let mut tokens = Vec::new();
+        for _ in parents {
+            let token = self.token(&tokens);
+            tokens.push(token);
+        }
+        grow(&tokens, parents)
+    }
+
+    /// A chain of at most `slots` slots.
+    pub(super) fn chain(&mut self, slots: usize) -> DraftTree {
+        let slots = slots.min(self.max_slots()) as i32;
+        self.tree(&Vec::from_iter(-1..slots - 1))
+    }
+
+    /// A random tree that branches; deep or wide.
+    pub(super) fn random_tree(&mut self) -> DraftTree {
+        let slots = 4 + self.below(self.max_slots() - 3);
+        let last_parents = [2, 3, slots][self.below(3)];
+        let mut parents = vec![-1, 0, 0];
+        while parents.len() < slots {
+            let first = parents.len().saturating_sub(last_parents);
+            parents.push((first + self.below(parents.len() - first)) as i32);
+        }
+        self.tree(&parents)
+    }
+
+    /// Trees, or chains if there can be none, that show what is committed.
+    pub(super) fn probes(&mut self) -> Vec<DraftTree> {
+        let second = if self.trees().is_ok() { self.random_tree() } else { self.chain(4) };
+        vec![self.chain(3), second]
+    }
+
+    /// Whether trees can be verified; if not, why.
+    pub(super) fn trees(&self) -> Result<(), &'static str> {
+        if self.capabilities.attention == Attention::Causal {
+            Err("the verifier attends causally only")
+        } else if self.capabilities.recurrence == Recurrence::Sequential {
+            Err("the verifier's recurrent layers run in slot order")
+        } else if self.max_slots() < 6 {
+            Err("the verifier takes fewer than 6 slots, or has as few tokens")
+        } else {
+            Ok(())
+        }
+    }
+}
+
+/// The plan for the path from the root to slot `last`.
+pub(super) fn plan_to(start: usize, tree: &DraftTree, last: usize) -> CommitPlan {
+    let mut nobody = 0;
+    while tree.tokens().contains(&nobody) {
+        nobody += 1;
+    }
+    let mut picks = vec![nobody; tree.len()];
+    for slot in tree.ancestors(last).filter(|&slot| slot > 0) {
+        picks[tree.parents()[slot] as usize] = tree.tokens()[slot];
+    }
+    let (mut outcome, mut plan) = (Acceptance::new(), CommitPlan::new());
+    // There is a pick for every slot.
+    let walked = walk(tree, &picks, &mut outcome);
+    debug_assert!(walked.is_ok());
+    plan.set(start, &outcome);
+    plan
+}
+
+/// Tokens from the root to a slot.
+pub(super) fn path_tokens(tree: &DraftTree, slot: usize) -> Vec<u32> {
+    let mut path: Vec<u32> = tree.ancestors(slot).map(|slot| tree.tokens()[slot]).collect();
+    path.reverse();
+    path
+}
+
+/// A tree of parents that come before their children. A token that a sibling has
+/// already is left out, which happens in tiny vocabularies only.
+pub(super) fn grow(tokens: &[u32], parents: &[i32]) -> DraftTree {
+    let mut tree = DraftTree::new(tokens[0]);
+    for (&token, &parent) in tokens.iter().zip(parents).skip(1) {
+        let _ = tree.push(parent as usize, token, 0.0);
+    }
+    tree
+}
+
+/// A case in words, to be done again.
+pub(super) fn describe(context: &[u32], tree: &DraftTree) -> String {
+    let (tokens, parents) = (tree.tokens(), tree.parents());
+    format!("after {context:?}, tree of tokens {tokens:?} and parents {parents:?}")
+}
+
+fn failed(call: &'static str, error: &dyn std::error::Error) -> Box<Finding> {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text = format!("{text}: {error}");
+        source = error.source();
+    }
+    Box::new(Finding::Engine { call, error: text })
+}

@@ -184,18 +184,17 @@ fn conformance_passes_what_the_reference_did() {
     assert_eq!((output.status.code(), stdout(&output)), (Some(0), "80 passed, 0 failed\n"));
 
     let folder = tempfile::tempdir().unwrap();
-    let mut two = golden("decode-tiny-qwen3.json");
-    two["cases"].as_array_mut().unwrap().truncate(2);
-    let output = run("conformance", &[&write(&folder, "two.json", &two)]);
-    assert_eq!((output.status.code(), last_line(&output)), (Some(0), "10 passed, 0 failed"));
+    let mut one = golden("decode-tiny-qwen3.json");
+    one["cases"].as_array_mut().unwrap().truncate(1);
+    let output = run("conformance", &[&write(&folder, "one.json", &one)]);
+    assert_eq!((output.status.code(), last_line(&output)), (Some(0), "5 passed, 0 failed"));
 
     // The other shape: rounds without outputs.
-    let case = two["cases"][0].as_object_mut().unwrap();
+    let case = one["cases"][0].as_object_mut().unwrap();
     let trees = case.remove("trees").unwrap();
     case.remove("chain");
     case.insert("rounds".into(), json!({ "4": trees["4"]["rounds"], "16": trees["16"]["rounds"] }));
-    two["cases"].as_array_mut().unwrap().truncate(1);
-    let output = run("conformance", &[&write(&folder, "rounds.json", &two)]);
+    let output = run("conformance", &[&write(&folder, "rounds.json", &one)]);
     assert_eq!((output.status.code(), last_line(&output)), (Some(0), "3 passed, 0 failed"));
 }
 
@@ -264,13 +263,19 @@ fn conformance_finds_every_planted_difference() {
     ];
     let mut planted = one.clone();
     planted["cases"].as_array_mut().unwrap().clear();
-    for (_, _, plant) in plants {
+    for (mode, _, plant) in plants {
         let mut case = one["cases"][0].clone();
         plant(&mut case);
+        // Only what the plant concerns, besides ar: the rest takes its time.
+        if mode != "chain" {
+            case.as_object_mut().unwrap().remove("chain");
+        }
+        let trees = case["trees"].as_object_mut().unwrap();
+        trees.retain(|budget, _| mode == format!("tree {budget}"));
         planted["cases"].as_array_mut().unwrap().push(case);
     }
     let output = run("conformance", &[&write(&folder, "planted.json", &planted)]);
-    assert_eq!((output.status.code(), last_line(&output)), (Some(1), "24 passed, 6 failed"));
+    assert_eq!((output.status.code(), last_line(&output)), (Some(1), "5 passed, 6 failed"));
     let failed: Vec<&str> =
         stdout(&output).lines().filter(|line| line.starts_with("FAILED")).collect();
     for ((mode, difference, _), line) in plants.iter().zip(failed) {

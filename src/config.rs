@@ -72,7 +72,10 @@ impl Config {
 
     /// Entries per depth that the drafter is asked for, and children per node.
     /// Default: the budget, beyond which no entry can be in the tree; 8 to 32
-    /// rarely lose anything and cost a drafter on the host less.
+    /// rarely lose anything in greedy decoding and cost a drafter on the host
+    /// less. Requests with a temperature ask for at least 128 by default, since
+    /// the noise that drafts are [coupled](Self::coupled) to lifts tokens from
+    /// far down the list.
     pub fn top_k(mut self, top_k: usize) -> Self {
         self.top_k = Some(top_k);
         self
@@ -96,9 +99,10 @@ impl Config {
         self
     }
 
-    /// Whether a request with a temperature is drafted with the noise that it is sampled with: the tree is
-    /// then of the tokens that this noise favours, and more of them are accepted. The text is the same.
-    /// Default: on. Greedy requests do not read it.
+    /// Whether a request with a temperature is drafted with the noise that it
+    /// is sampled with: the tree then holds the tokens that this noise favours,
+    /// and more of them are accepted. The text is the same. Default: on. Greedy
+    /// requests do not read it.
     pub fn coupled(mut self, coupled: bool) -> Self {
         self.coupled = coupled;
         self

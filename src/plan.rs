@@ -4,8 +4,9 @@ use crate::{
     Algorithm, Attention, Capabilities, Config, Error, MaskForm, Recurrence, TreeSettings,
 };
 
-/// Entries per depth that coupled drafting asks for unless told otherwise. Noise lifts tokens from far down the list:
-/// at temperature 1.3, trees of 64 nodes over 32 entries are accepted no more than uncoupled ones.
+/// Entries per depth that coupled drafting asks for unless told otherwise. Noise lifts tokens from
+/// far down the list: at temperature 1.3, trees of 64 nodes over 32 entries are accepted no more
+/// than uncoupled ones.
 const COUPLED_CANDIDATES: usize = 128;
 
 /// Why a round is not the one that was asked for.
@@ -218,7 +219,8 @@ impl Plan {
         } else {
             1
         };
-        // Noise favours tokens that are far down the list, so coupled drafting reranks more of them.
+        // Noise favours tokens that are far down the list, so coupled drafting reranks more of
+        // them.
         let candidates = config.top_k.unwrap_or(budget.max(COUPLED_CANDIDATES));
         let plan = Self {
             asked,

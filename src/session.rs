@@ -271,9 +271,9 @@ impl Session {
         self.max_new_tokens = request.max_new_tokens.unwrap_or(usize::MAX);
         self.prompt_len = prompt.len();
         self.tokens.clone_from(prompt);
-        self.tokens.reserve(room.min(self.max_new_tokens).min(RESERVED_TOKENS));
-        let longest =
-            prompt.len() + room.min(self.max_new_tokens).saturating_add(self.plan.horizon());
+        let more = room.min(self.max_new_tokens).min(RESERVED_TOKENS);
+        self.tokens.reserve(more);
+        let longest = prompt.len() + more + self.plan.horizon();
         let vocab_size = capabilities.vocab_size;
         self.sampler.start(&request.sampling, vocab_size, prompt.len(), longest);
         self.committed = request.cached_prefix;
@@ -745,6 +745,7 @@ impl Session {
             + self.mask.memory_usage()
             + self.builder.memory_usage()
             + self.sampler.memory_usage()
+            + self.coupling.memory_usage()
             + 4 * 3 * (self.plan.horizon() + 1)
     }
 

@@ -339,7 +339,8 @@ fn log_sum_exp_below(logits: &[f32], max: f32) -> f64 {
     f64::from(max) + sum_exp(logits, max, 1.0).ln()
 }
 
-/// The sum of `exp((x - max) * scale)` over a row whose maximum is `max`. The result is the same on every platform.
+/// The sum of `exp((x - max) * scale)` over a row whose maximum is `max`. The result is the same on
+/// every platform.
 pub(crate) fn sum_exp(logits: &[f32], max: f32, scale: f32) -> f64 {
     // f32 would lose digits over a whole row: it adds runs of four terms, then four runs; f64 does
     // the rest.

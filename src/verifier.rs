@@ -26,8 +26,8 @@ pub struct Capabilities {
     pub mask: MaskForm,
     /// What its recurrent layers can do, if it has any.
     pub recurrence: Recurrence,
-    /// What the token ids that it hands over honour. For requests that need more it has to hand over logits;
-    /// token ids are refused then.
+    /// What the token ids that it hands over honour. For requests that need more it has to hand
+    /// over logits; token ids are refused then.
     pub device_picks: PickRule,
     /// Whether it can hand over logits. If not, requests that need more than
     /// [`device_picks`](Self::device_picks) are refused when they start.
@@ -229,8 +229,8 @@ pub struct NoiseKey {
     pub seed: u64,
     /// The request's temperature, above 0.
     pub temperature: f32,
-    /// Absolute position of the token picked at the root, or after a prefill. The one picked at a slot of depth d is at
-    /// `position + d`.
+    /// Absolute position of the token picked at the root, or after a prefill. The one picked at a
+    /// slot of depth d is at `position + d`.
     pub position: usize,
 }
 
@@ -279,8 +279,9 @@ impl<'a> Picks<'a> {
         })
     }
 
-    /// Whether the pick of the next slot can have an effect: whether the picks so far lead there. True
-    /// for all slots while a [trace](crate::Config::trace) is kept, and if the tree is not known.
+    /// Whether the pick of the next slot can have an effect: whether the picks so far lead there.
+    /// True for all slots while a [trace](crate::Config::trace) is kept, and if the tree is not
+    /// known.
     pub fn wanted(&self) -> bool {
         let everywhere = self.context.as_ref().is_some_and(|context| context.everywhere);
         everywhere || self.reaches(self.ids.len())
@@ -332,7 +333,8 @@ impl<'a> Picks<'a> {
             Some(context) if context.sampler.rule() > PickRule::Argmax => {
                 let node = context.tree.filter(|tree| slot < tree.len()).map(|tree| (tree, slot));
                 match context.sampler.pick(logits, context.tokens, node) {
-                    // Off the path it is no error that nothing is left: an illegal draft leads there.
+                    // Off the path it is no error that nothing is left: an illegal draft leads
+                    // there.
                     Err(Error::NoToken { .. }) if !self.reaches(slot) => Self::SKIPPED,
                     picked => picked?,
                 }
@@ -363,33 +365,29 @@ pub(crate) fn leads_to(tree: &DraftTree, picks: &[u32], stop_tokens: &[u32], slo
     })
 }
 
-/// A target model with its caches: everything that this crate asks of an
-/// engine.
+/// A target model with its caches: everything that this crate asks of an engine.
 ///
 /// # Contract
 ///
-/// 1. **Committed rows are safe.** A verifier knows how many rows are
-///    committed: the end of the last `prefill` or `commit` that succeeded.
-///    `verify` writes only beyond them. An error from any method leaves them as
-///    they were, recurrent state included, and what lies beyond is void. The
-///    same call may come again, but for `commit`: a round whose commit failed is
-///    verified anew.
-/// 2. **A pick at every slot.** `verify` adds exactly one pick per slot, in slot
-///    order: the token that the target chooses after the path from the root to
-///    that slot, and nothing else (not slots before it, not siblings), as
-///    [`Picks::rule`] says. [Unwanted](Picks::wanted) slots may be skipped.
+/// 1. **Committed rows are safe.** A verifier knows how many rows are committed: the end of the
+///    last `prefill` or `commit` that succeeded. `verify` writes only beyond them. An error from
+///    any method leaves them as they were, recurrent state included, and what lies beyond is void.
+///    The same call may come again, but for `commit`: a round whose commit failed is verified anew.
+/// 2. **A pick at every slot.** `verify` adds exactly one pick per slot, in slot order: the token
+///    that the target chooses after the path from the root to that slot, and nothing else (not
+///    slots before it, not siblings), as [`Picks::rule`] says. [Unwanted](Picks::wanted) slots may
+///    be skipped.
 /// 3. **Positions come from depth**: see [`Round::positions`].
-/// 4. **Commit means equality.** After `commit` the caches equal what plain
-///    decoding of the accepted path would have left; the bonus has no row.
-/// 5. **One arithmetic.** Tokens equal those of decoding without a draft only
-///    as far as the logits of a slot do not depend on how many slots are
-///    verified with it.
+/// 4. **Commit means equality.** After `commit` the caches equal what plain decoding of the
+///    accepted path would have left; the bonus has no row.
+/// 5. **One arithmetic.** Tokens equal those of decoding without a draft only as far as the logits
+///    of a slot do not depend on how many slots are verified with it.
 ///
-/// Rounds alternate `verify` and `commit`; `verify` may be repeated, with
-/// another tree too, before a `commit` refers to the last one.
+/// Rounds alternate `verify` and `commit`; `verify` may be repeated, with another tree too, before
+/// a `commit` refers to the last one.
 ///
-/// The trait can be used as an object (`dyn Verifier<Error = E, Features = F>`),
-/// and borrows and boxes of a verifier are verifiers.
+/// The trait can be used as an object (`dyn Verifier<Error = E, Features = F>`), and borrows and
+/// boxes of a verifier are verifiers.
 ///
 /// ```
 /// use std::convert::Infallible;

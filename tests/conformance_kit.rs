@@ -249,10 +249,10 @@ impl Verifier for Toy {
             hidden[size..].fill(0);
         }
         if self.has(Fault::NodesByDepthAndToken) {
-            for slot in 0..tree.len() {
-                let key = |slot: usize| (tree.depths()[slot], tree.tokens()[slot]);
+            let key = |slot: usize| (tree.depths()[slot], tree.tokens()[slot]);
+            for (slot, hidden) in hidden.iter_mut().enumerate() {
                 let last = (0..tree.len()).rfind(|&other| key(other) == key(slot));
-                hidden[slot] = self.features[last.unwrap()];
+                *hidden = self.features[last.unwrap()];
             }
         }
         if self.has(Fault::PicksOfThePreviousRound) {

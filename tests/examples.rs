@@ -242,7 +242,8 @@ fn conformance_finds_every_planted_difference() {
 
     let mut one = golden("decode-tiny-qwen3.json");
     one["cases"].as_array_mut().unwrap().truncate(1);
-    let plants: [(&str, &str, fn(&mut Value)); 6] = [
+    type Plant = fn(&mut Value);
+    let plants: [(&str, &str, Plant); 6] = [
         ("ar", "token 5", |case| case["autoregressive"][4] = json!(9)),
         ("chain", "round 3: acceptance length", |case| {
             case["chain"]["acceptance_lengths"][2] = json!(7)

@@ -16,8 +16,8 @@ const PAGES: usize = 800;
 fn alone(prompt: &[u32], count: usize) -> Vec<u32> {
     let (mut rows, mut text) = (Vec::new(), prompt.to_vec());
     while text.len() < prompt.len() + count {
-        for position in rows.len()..text.len() {
-            let row = model::attend(text[position], position as i64, rows.iter().copied());
+        for &token in &text[rows.len()..] {
+            let row = model::attend(token, rows.len() as i64, rows.iter().copied());
             rows.push(row);
         }
         text.push(model::pick(text[text.len() - 1], rows[rows.len() - 1]));

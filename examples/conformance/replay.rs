@@ -43,11 +43,12 @@ pub fn replay(
 
     let mut near_ties = Vec::new();
     // The reference looks for stop tokens only after its first round.
-    let rounds = if decoder.session().finish().is_none() { lengths.len() } else { 0 };
-    for index in 0..rounds {
+    let lengths = if decoder.session().finish().is_none() { &lengths[..] } else { &[] };
+    for (index, &length) in lengths.iter().enumerate() {
         let number = index + 1;
         let Some(_) = decoder.step().with_context(|| format!("round {number}"))? else {
-            bail!("the text ends after {index} rounds, the reference's after {rounds}");
+            let expected = lengths.len();
+            bail!("the text ends after {index} rounds, the reference's after {expected}");
         };
         let trace = decoder.session().trace().last().context("the session keeps no trace")?;
         let verdict = match run.rounds.get(index) {
@@ -56,9 +57,8 @@ pub fn replay(
         };
         let found = trace.path.len();
         let verdict = verdict.and_then(|near_tie| {
-            let same = found == lengths[index];
-            let difference = || format!("acceptance length {found}, reference: {}", lengths[index]);
-            same.then_some(near_tie).ok_or_else(difference)
+            let difference = || format!("acceptance length {found}, reference: {length}");
+            (found == length).then_some(near_tie).ok_or_else(difference)
         });
         match verdict {
             Ok(near_tie) => {

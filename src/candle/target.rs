@@ -15,8 +15,8 @@ const PREFILL_SCORES: usize = 1 << 24;
 /// A [`DecoderModel`] with the cache of one sequence, as the target of a speculative round.
 ///
 /// Greedy picks are made on the device: the greatest f32 logit, of equal ones the lowest id. One
-/// verification then costs one synchronisation with the host, which fetches the picks. Sampling is done
-/// on the host, which fetches the logits of the slots that the text reaches, one by one.
+/// verification then costs one synchronisation with the host, which fetches the picks. Sampling is
+/// done on the host, which fetches the logits of the slots that the text reaches, one by one.
 #[derive(Debug)]
 pub struct CandleTarget {
     model: DecoderModel,
@@ -40,8 +40,8 @@ pub struct Taps {
 }
 
 impl Taps {
-    /// Rows of tapped layers, `[rows, taps * hidden_size]`, layers side by side in the order they were
-    /// asked for; `None` if no layer is tapped.
+    /// Rows of tapped layers, `[rows, taps * hidden_size]`, layers side by side in the order they
+    /// were asked for; `None` if no layer is tapped.
     pub fn new(hidden: Option<Tensor>) -> Self {
         Self { hidden }
     }
@@ -59,8 +59,8 @@ impl Taps {
 }
 
 impl CandleTarget {
-    /// A target with an empty cache of at most `max_len` rows that captures the outputs of the layers
-    /// `taps` (0-based, in this order) for its drafter; an empty list captures nothing.
+    /// A target with an empty cache of at most `max_len` rows that captures the outputs of the
+    /// layers `taps` (0-based, in this order) for its drafter; an empty list captures nothing.
     ///
     /// # Errors
     /// `max_len` is 0 or more than the model's positions, a tap names no layer, or an error from
@@ -254,8 +254,8 @@ fn check_start(start: usize, cache: &KvCache) -> Result<()> {
     Err(Error::argument("start", start, format!("the committed length {}", cache.len())))
 }
 
-/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32). The device picks greedily; for
-/// anything else, rows that the text reaches come to the host.
+/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32). The device picks greedily;
+/// for anything else, rows that the text reaches come to the host.
 fn pick(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
     let vocab_size = logits.dim(D::Minus1)?;
     let logits = logits.contiguous()?;
@@ -290,8 +290,8 @@ fn pick(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
     Ok(())
 }
 
-/// The lowest id among the greatest logits of each row, or `vocab_size` for a row with a NaN or +inf.
-/// candle's own `argmax` does not say which of equal values it takes.
+/// The lowest id among the greatest logits of each row, or `vocab_size` for a row with a NaN or
+/// +inf. candle's own `argmax` does not say which of equal values it takes.
 fn argmax_on_device(logits: &Tensor) -> Result<Vec<u32>> {
     let (rows, vocab_size) = logits.dims2()?;
     let (shape, device) = ((rows, vocab_size), logits.device());

@@ -43,12 +43,12 @@ fn place(slot: &Option<usize>) -> String {
     slot.map_or("after the prefill".into(), |slot| format!("slot {slot}"))
 }
 
-/// Checks that the token ids that a verifier picks on its device are those that this crate picks from its logits: after
-/// a prompt, and at every slot of a tree.
+/// Checks that the token ids that a verifier picks on its device are those that this crate picks
+/// from its logits: after a prompt, and at every slot of a tree.
 ///
-/// The verifier is reset. It is asked for the same work twice, once in the way that
-/// `sampling` needs ([`Picks::rule`]) and once with logits demanded. One that always hands over logits passes. The root of `tree`
-/// stands for the token after the prompt.
+/// The verifier is reset. It is asked for the same work twice, once in the way that `sampling`
+/// needs ([`Picks::rule`]) and once with logits demanded. One that always hands over logits passes.
+/// The root of `tree` stands for the token after the prompt.
 ///
 /// # Errors
 ///

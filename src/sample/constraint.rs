@@ -1,5 +1,5 @@
-/// The tokens that lead to a slot: the prompt, what was generated since, and the drafted tokens on the way from the root
-/// to the slot.
+/// The tokens that lead to a slot: the prompt, what was generated since, and the drafted tokens on
+/// the way from the root to the slot.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct TokenPath<'a> {
     tokens: &'a [u32],
@@ -12,7 +12,8 @@ impl<'a> TokenPath<'a> {
         Self { tokens, prompt_len: prompt_len.min(tokens.len()) }
     }
 
-    /// All tokens, the prompt first. Their number is the absolute position of the token that follows.
+    /// All tokens, the prompt first. Their number is the absolute position of the token that
+    /// follows.
     pub fn tokens(&self) -> &'a [u32] {
         self.tokens
     }
@@ -25,9 +26,10 @@ impl<'a> TokenPath<'a> {
 
 /// A rule about which tokens may follow: a grammar, a list of words, or any edit of the logits.
 ///
-/// It is asked about *paths*, not about the text so far: every slot of a tree has its own, and one of them becomes the
-/// text. A constraint with state of its own should therefore derive it from the path, for instance through a cache
-/// keyed by the path's length and last tokens. The text is that of decoding without a draft under the same constraint.
+/// It is asked about *paths*, not about the text so far: every slot of a tree has its own, and one
+/// of them becomes the text. A constraint with state of its own should therefore derive it from the
+/// path, for instance through a cache keyed by the path's length and last tokens. The text is that
+/// of decoding without a draft under the same constraint.
 ///
 /// If after some path every token is forbidden, and the text gets there, the step fails with
 /// [`Error::NoToken`](crate::Error::NoToken): let a grammar allow a stop token where it ends.
@@ -53,17 +55,17 @@ impl<'a> TokenPath<'a> {
 /// }
 /// ```
 pub trait Constraint: Send + Sync {
-    /// Edits the logits of the token after `path`, one per token of the vocabulary; `-inf` forbids a token.
-    /// Bias and penalties have been applied before, the temperature has not. The result must be a function of the path
-    /// and the logits alone.
+    /// Edits the logits of the token after `path`, one per token of the vocabulary; `-inf` forbids
+    /// a token. Bias and penalties have been applied before, the temperature has not. The result
+    /// must be a function of the path and the logits alone.
     ///
-    /// It is called for the slots that the text reaches, root first, and for other slots of a tree too while a
-    /// [trace](crate::Config::trace) is kept.
+    /// It is called for the slots that the text reaches, root first, and for other slots of a tree
+    /// too while a [trace](crate::Config::trace) is kept.
     fn constrain(&mut self, path: TokenPath<'_>, logits: &mut [f32]);
 
-    /// Whether `token` may follow `path`. Drafted tokens for which this is false are left out of the tree before they
-    /// use any of its budget, and what they would have led to with them. Default: yes, which costs
-    /// nodes and never changes the text.
+    /// Whether `token` may follow `path`. Drafted tokens for which this is false are left out of
+    /// the tree before they use any of its budget, and what they would have led to with them.
+    /// Default: yes, which costs nodes and never changes the text.
     fn allows(&mut self, path: TokenPath<'_>, token: u32) -> bool {
         let _ = (path, token);
         true

@@ -7,18 +7,20 @@
 //!
 //! # Why sampling on a tree is exact
 //!
-//! The target draws one token at each slot, from its own distribution given the path to that slot, and the walk
-//! follows the draws while they name a child. Each token of the text is thus a draw from the target's distribution
-//! given the text before it, whatever was drafted. No probability of the drafter enters. (The acceptance test of
-//! speculative sampling, `min(1, p / q)`, is exact only for drafts drawn from q. A tree of the drafter's best tokens is
-//! not; applied to one, that test distorts the output.)
+//! The target draws one token at each slot, from its own distribution given the path to that slot,
+//! and the walk follows the draws while they name a child. Each token of the text is thus a draw
+//! from the target's distribution given the text before it, whatever was drafted. No probability of
+//! the drafter enters. (The acceptance test of speculative sampling, `min(1, p / q)`, is exact only
+//! for drafts drawn from q. A tree of the drafter's best tokens is not; applied to one, that test
+//! distorts the output.)
 //!
 //! # Noise
 //!
-//! A draw is the token with the greatest sum of `logit / temperature` and Gumbel noise, the noise being a function of
-//! the seed, the absolute position of the token and its id. So the draw for one position after one path is always the
-//! same, and a seed gives the same text without a draft, with a chain and with any tree, as far as the
-//! verifier's logits are the same. See [`gumbel`] for the definition.
+//! A draw is the token with the greatest sum of `logit / temperature` and Gumbel noise, the noise
+//! being a function of the seed, the absolute position of the token and its id. So the draw for one
+//! position after one path is always the same, and a seed gives the same text without a draft, with
+//! a chain and with any tree, as far as the verifier's logits are the same. See [`gumbel`] for the
+//! definition.
 
 mod constraint;
 mod couple;

@@ -1,36 +1,39 @@
 //! Noise that is a function of seed, position and token, and of nothing else.
 
-/// Gumbel noise for the token id `token` at the absolute position `position` (0 is the first token of the prompt).
+/// Gumbel noise for the token id `token` at the absolute position `position` (0 is the first token
+/// of the prompt).
 ///
-/// Adding independent Gumbel noise to `logit / T` and taking the greatest sum draws from `softmax(logit / T)` (the
-/// Gumbel-max trick). All arguments and results are the same on every platform, so that a kernel that picks on a device
-/// can compute the same numbers; this function is there to test one against.
+/// Adding independent Gumbel noise to `logit / T` and taking the greatest sum draws from
+/// `softmax(logit / T)` (the Gumbel-max trick). All arguments and results are the same on every
+/// platform, so that a kernel that picks on a device can compute the same numbers; this function is
+/// there to test one against.
 ///
 /// # Definition
 ///
-/// Words come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror and Shaw, *Parallel random numbers:
-/// as easy as 1, 2, 3*, 2011). Its key is the seed, low half first; its counter is
-/// `[index, stream, position low half, position high half]`. Two words make a uniform number
-/// `(((second << 32 | first) >> 12) + 1/2) / 2^52`, and `-ln` of that an exponential one.
+/// Words come from Philox4x32-10, a counter-based generator (Salmon, Moraes, Dror and Shaw,
+/// *Parallel random numbers: as easy as 1, 2, 3*, 2011). Its key is the seed, low half first; its
+/// counter is `[index, stream, position low half, position high half]`. Two words make a uniform
+/// number `(((second << 32 | first) >> 12) + 1/2) / 2^52`, and `-ln` of that an exponential one.
 ///
 /// Tokens are drawn in chunks of 256 consecutive ids:
 ///
-/// * `index = token / 256, stream = 0` gives an exponential number `E` (words 0 and 1) and a place in the chunk (the top
-///   eight bits of word 2). `E / 256` is the smallest of the chunk's 256 exponential numbers, and belongs to the token
-///   at that place.
-/// * `index = token / 2, stream = 1` gives what every other token's number exceeds that smallest one by, from words 0
-///   and 1 for even tokens, 2 and 3 for odd ones.
+/// * `index = token / 256, stream = 0` gives an exponential number `E` (words 0 and 1) and a place
+///   in the chunk (the top eight bits of word 2). `E / 256` is the smallest of the chunk's 256
+///   exponential numbers, and belongs to the token at that place.
+/// * `index = token / 2, stream = 1` gives what every other token's number exceeds that smallest
+///   one by, from words 0 and 1 for even tokens, 2 and 3 for odd ones.
 ///
-/// A token's noise is `-ln` of its number. The least of n exponential numbers is exponential with rate n, falls on each
-/// of them with equal probability, and is exceeded by the others by independent exponential amounts: all numbers are
-/// independent and exponential, as if each had been drawn on its own. What the detour buys is that one draw bounds the
-/// noise of a whole chunk, so that picking from a large vocabulary takes one draw per chunk and a handful per
-/// token, not one per token.
+/// A token's noise is `-ln` of its number. The least of n exponential numbers is exponential with
+/// rate n, falls on each of them with equal probability, and is exceeded by the others by
+/// independent exponential amounts: all numbers are independent and exponential, as if each had
+/// been drawn on its own. What the detour buys is that one draw bounds the noise of a whole chunk,
+/// so that picking from a large vocabulary takes one draw per chunk and a handful per token, not
+/// one per token.
 ///
-/// Everything is integer arithmetic and f64 `+ - * /`, each rounded once (no fused multiply-add). The logarithm is made of
-/// these: `x = 2^n m` with `1 / sqrt(2) < m <= sqrt(2)`, `s = (m - 1) / (m + 1)` and
-/// `ln x = n ln(2) + (2 s + 2 s s^2 p)`, where p is the polynomial `1/3 + s^2/5 + ... + s^20/23`, evaluated from its
-/// last term on.
+/// Everything is integer arithmetic and f64 `+ - * /`, each rounded once (no fused multiply-add).
+/// The logarithm is made of these: for `x = 2^n m` with `1/sqrt(2) < m <= sqrt(2)`, and
+/// `s = (m - 1) / (m + 1)`, it is `n ln(2) + (2 s + 2 s s^2 p)`, where p is the polynomial
+/// `1/3 + s^2/5 + s^4/7 + ... + s^20/23`, evaluated from its last term on.
 pub fn gumbel(seed: u64, position: usize, token: u32) -> f64 {
     Noise::new(seed, position).gumbel(token)
 }
@@ -127,10 +130,11 @@ fn philox(mut counter: [u32; 4], mut key: [u32; 2]) -> [u32; 4] {
     counter
 }
 
-/// The natural logarithm of a positive normal number, to within 4e-16 relative to the larger of 1 and the result.
+/// The natural logarithm of a positive normal number, to within 4e-16 relative to the larger of 1
+/// and the result.
 ///
-/// `x = 2^n m` with m between `1/sqrt(2)` and `sqrt(2)`, and `ln m` is the series of `2 artanh((m - 1) / (m + 1))`.
-/// The standard library's logarithm may differ between platforms in the last bit.
+/// `x = 2^n m` with m between `1/sqrt(2)` and `sqrt(2)`, and `ln m` is the series of `2 artanh((m -
+/// 1) / (m + 1))`. The standard library's logarithm may differ between platforms in the last bit.
 pub(super) fn ln(x: f64) -> f64 {
     const MANTISSA: u64 = (1 << 52) - 1;
     let bits = x.to_bits();
@@ -183,8 +187,8 @@ mod tests {
 
     #[test]
     fn fixed_values() {
-        // These may never change: the text of a seed would, and kernels compute the same. They come from a
-        // transcription of the definition into another language.
+        // These may never change: the text of a seed would, and kernels compute the same. They come
+        // from a transcription of the definition into another language.
         let noise = Noise::new(0x0123_4567_89ab_cdef, 77);
         let values = [0, 1, 255, 256, 151_935].map(|token| noise.gumbel(token).to_bits());
         let expected = [
@@ -209,8 +213,8 @@ mod tests {
         }
     }
 
-    /// Kolmogorov-Smirnov: tokens of different chunks, of one chunk, and the largest of a chunk follow
-    /// the law of independent Gumbel variables.
+    /// Kolmogorov-Smirnov: tokens of different chunks, of one chunk, and the largest of a chunk
+    /// follow the law of independent Gumbel variables.
     #[test]
     fn noise_is_gumbel() {
         let n = 20_000;

@@ -84,8 +84,8 @@ impl Sampler {
         if self.is_constrained() { PickRule::Pipeline } else { self.settings.rule() }
     }
 
-    /// Whether the constraint lets `token` follow the path to `parent`, a slot of `tree`, whose root is the last of
-    /// `tokens`.
+    /// Whether the constraint lets `token` follow the path to `parent`, a slot of `tree`, whose
+    /// root is the last of `tokens`.
     pub(crate) fn allows(
         &mut self,
         tokens: &[u32],
@@ -101,7 +101,8 @@ impl Sampler {
         self.constraint.as_mut().is_none_or(|constraint| constraint.allows(path, token))
     }
 
-    /// Picks the token after the path to a slot of a tree whose root is the last of `tokens`, or after `tokens`.
+    /// Picks the token after the path to a slot of a tree whose root is the last of `tokens`, or
+    /// after `tokens`.
     ///
     /// # Errors
     ///
@@ -254,8 +255,8 @@ impl Sampler {
 
     /// The token with the greatest sum of `logit / temperature` and noise among those kept.
     ///
-    /// Noise is drawn chunk by chunk first. Only chunks whose bound reaches the best sum so far are looked into, the
-    /// most promising one first.
+    /// Noise is drawn chunk by chunk first. Only chunks whose bound reaches the best sum so far are
+    /// looked into, the most promising one first.
     fn race(&mut self, row: &[f32], cut: Cut, noise: Noise) -> Option<u32> {
         let temperature = f64::from(self.settings.temperature);
         let scaled = |value: f32| f64::from(value) / temperature;

@@ -1,24 +1,28 @@
 use crate::Error;
 
-/// How tokens are chosen from the target's logits: temperature, truncation, penalties, bias and seed.
+/// How tokens are chosen from the target's logits: temperature, truncation, penalties, bias and
+/// seed.
 ///
 /// The default is greedy: temperature 0, and nothing else.
 ///
 /// # Order
 ///
-/// A row of logits goes through these steps, in this order (that of Hugging Face transformers and vLLM; llama.cpp
-/// truncates before it applies the temperature):
+/// A row of logits goes through these steps, in this order (that of Hugging Face transformers and
+/// vLLM; llama.cpp truncates before it applies the temperature):
 ///
 /// 1. [`logit_bias`](Self::logit_bias) is added.
-/// 2. [`repetition_penalty`](Self::repetition_penalty), then [`frequency_penalty`](Self::frequency_penalty) and
+/// 2. [`repetition_penalty`](Self::repetition_penalty), then
+///    [`frequency_penalty`](Self::frequency_penalty) and
 ///    [`presence_penalty`](Self::presence_penalty), over the path that leads to the row.
 /// 3. The session's [`Constraint`](crate::Constraint), if it has one.
 /// 4. [`temperature`](Self::temperature) divides. At 0, the greatest logit is picked here.
-/// 5. [`top_k`](Self::top_k), [`top_p`](Self::top_p) and [`min_p`](Self::min_p) leave out tokens, each among those
-///    that the one before left, with probabilities renormalised over these.
-/// 6. A token is drawn from what is left, with [noise](crate::sample#noise) keyed by seed, position and token.
+/// 5. [`top_k`](Self::top_k), [`top_p`](Self::top_p) and [`min_p`](Self::min_p) leave out tokens,
+///    each among those that the one before left, with probabilities renormalised over these.
+/// 6. A token is drawn from what is left, with [noise](crate::sample#noise) keyed by seed, position
+///    and token.
 ///
-/// Of tokens with equal logits, the one with the lower id counts as the more probable one throughout.
+/// Of tokens with equal logits, the one with the lower id counts as the more probable one
+/// throughout.
 ///
 /// ```
 /// use ddtree::{Request, Sampling};
@@ -64,14 +68,15 @@ impl Default for Sampling {
 /// The least that has to be done to pick as a request asks. Each level includes the ones before.
 ///
 /// A verifier that picks on its device hands over token ids as long as this is not above what its
-/// device does ([`Capabilities::device_picks`](crate::Capabilities::device_picks)), and logits otherwise.
+/// device does ([`Capabilities::device_picks`](crate::Capabilities::device_picks)), and logits
+/// otherwise.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum PickRule {
     /// The greatest logit; of equal ones, that with the lowest id.
     Argmax,
-    /// The greatest sum of `logit / temperature` and [noise](crate::sample#noise); of equal ones, that with the lowest
-    /// id.
+    /// The greatest sum of `logit / temperature` and [noise](crate::sample#noise); of equal ones,
+    /// that with the lowest id.
     Noise,
     /// Whatever else a request can ask for: the row goes through this crate's pipeline.
     Pipeline,
@@ -105,21 +110,22 @@ impl Sampling {
         self
     }
 
-    /// Keeps the most probable tokens up to the one at which their probabilities sum up to `p` or more.
-    /// Default: 1, all tokens.
+    /// Keeps the most probable tokens up to the one at which their probabilities sum up to `p` or
+    /// more. Default: 1, all tokens.
     pub fn top_p(mut self, p: f32) -> Self {
         self.top_p = p;
         self
     }
 
-    /// Keeps the tokens that are at least `p` times as probable as the most probable one. Default: 0, all.
+    /// Keeps the tokens that are at least `p` times as probable as the most probable one. Default:
+    /// 0, all.
     pub fn min_p(mut self, p: f32) -> Self {
         self.min_p = p;
         self
     }
 
-    /// Divides the positive logits of the path's tokens by this and multiplies the negative ones (Keskar et al.,
-    /// *CTRL*, 2019). Default: 1, no penalty; above 1 discourages repetition.
+    /// Divides the positive logits of the path's tokens by this and multiplies the negative ones
+    /// (Keskar et al., *CTRL*, 2019). Default: 1, no penalty; above 1 discourages repetition.
     pub fn repetition_penalty(mut self, penalty: f32) -> Self {
         self.repetition_penalty = penalty;
         self
@@ -137,15 +143,16 @@ impl Sampling {
         self
     }
 
-    /// Tokens at the end of the path that the three penalties look at. Default: the whole path, as in
-    /// transformers and vLLM; llama.cpp's default is 64.
+    /// Tokens at the end of the path that the three penalties look at. Default: the whole path, as
+    /// in transformers and vLLM; llama.cpp's default is 64.
     pub fn penalty_window(mut self, tokens: usize) -> Self {
         self.penalty_window = Some(tokens);
         self
     }
 
-    /// Whether the prompt counts as part of the path for the three penalties. Default: yes, as transformers and
-    /// vLLM have it for repetition; the frequency and presence penalties of the OpenAI interface are without the prompt.
+    /// Whether the prompt counts as part of the path for the three penalties. Default: yes, as
+    /// transformers and vLLM have it for repetition; the frequency and presence penalties of the
+    /// OpenAI interface are without the prompt.
     pub fn penalize_prompt(mut self, penalize: bool) -> Self {
         self.penalize_prompt = penalize;
         self
@@ -157,8 +164,9 @@ impl Sampling {
         self
     }
 
-    /// Chooses the noise. Default: 0. The same seed, prompt and settings give the same text, on every platform on
-    /// which the logits are the same; this crate has no other source of randomness.
+    /// Chooses the noise. Default: 0. The same seed, prompt and settings give the same text, on
+    /// every platform on which the logits are the same; this crate has no other source of
+    /// randomness.
     pub fn seed(mut self, seed: u64) -> Self {
         self.seed = seed;
         self

@@ -1,7 +1,7 @@
 use super::{DraftTree, Expand};
 
-/// Leaves out children before a builder spends budget on them: tokens that a grammar forbids, or anything below a
-/// certain token.
+/// Leaves out children before a builder spends budget on them: tokens that a grammar forbids, or
+/// anything below a certain token.
 ///
 /// The remaining children move up in rank, so that [`top_k`](super::TreeSettings::top_k) counts
 /// these alone.
@@ -34,7 +34,8 @@ pub struct Filter<'a, E, F> {
 }
 
 impl<'a, E: Expand, F: FnMut(&DraftTree, usize, u32) -> bool> Filter<'a, E, F> {
-    /// The children that `inner` gives and `allows(tree, parent, token)` is true for. `taken` is scratch.
+    /// The children that `inner` gives and `allows(tree, parent, token)` is true for. `taken` is
+    /// scratch.
     pub fn new(inner: E, allows: F, taken: &'a mut Vec<u32>) -> Self {
         taken.clear();
         Self { inner, allows, taken }

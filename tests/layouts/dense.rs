@@ -72,7 +72,9 @@ fn check_all_forms(mask: &AncestorMask, prefix: usize, sees: &dyn Fn(usize, usiz
         assert_eq!(packed[offset / 8] >> (offset % 8) & 1 == 1, visible, "{query} {column}");
     }
     let used = n * (prefix + n);
-    let rest = packed.last().map_or(0, |&last| if used % 8 == 0 { 0 } else { last >> (used % 8) });
+    let rest = packed
+        .last()
+        .map_or(0, |&last| if used.is_multiple_of(8) { 0 } else { last >> (used % 8) });
     assert_eq!(rest, 0, "the last byte is filled up with zeros");
 
     check_rows::<u8>(mask, sees, |word, bit| word >> bit & 1 == 1);

@@ -73,8 +73,8 @@ fn links_lead_to_every_slot_of_the_tree_once_and_to_no_padding() {
             }
         }
         assert_eq!((child.len(), sibling[0]), (width, -1));
-        for slot in 1..tree.len() {
-            assert_eq!(parents[slot], Some(tree.parents()[slot]));
+        for (found, &parent) in parents.iter().zip(tree.parents()).skip(1) {
+            assert_eq!(*found, Some(parent));
         }
         assert!(parents[tree.len()..].iter().all(Option::is_none), "padding is reached");
         assert!(child[tree.len()..].iter().chain(&sibling[tree.len()..]).all(|&link| link == -1));

@@ -8,7 +8,8 @@ const V: usize = 3;
 fn trees() -> Vec<DraftTree> {
     let mut trees = Vec::new();
     for below in (0..9usize.pow(3)).map(|code| [code % 9, code / 9 % 9, code / 81]) {
-        // For each token: 0 if the root has no such child, else 1 and a set of that child's children.
+        // For each token: 0 if the root has no such child, else 1 and a set of that child's
+        // children.
         let mut tree = DraftTree::new(0);
         for (token, &code) in below.iter().enumerate() {
             if code > 0 {
@@ -37,8 +38,8 @@ fn law(path: &[u32]) -> [f64; V] {
     weights.map(|w| w / weights.iter().sum::<f64>())
 }
 
-/// If the pick after a path is a function of the path, as it is for a given seed, then any tree, also one made with
-/// knowledge of all picks, gives the text of decoding without a draft.
+/// If the pick after a path is a function of the path, as it is for a given seed, then any tree,
+/// also one made with knowledge of all picks, gives the text of decoding without a draft.
 #[test]
 fn no_tree_changes_what_given_picks_say() {
     let trees = trees();
@@ -62,7 +63,8 @@ fn no_tree_changes_what_given_picks_say() {
     }
 }
 
-/// The probability of every text of three tokens, from the outcomes of one round and their probabilities.
+/// The probability of every text of three tokens, from the outcomes of one round and their
+/// probabilities.
 fn texts(outcomes: impl Iterator<Item = (Vec<u32>, f64)>) -> Vec<f64> {
     let mut texts = vec![0.0; V.pow(3)];
     for (tokens, probability) in outcomes {
@@ -99,8 +101,8 @@ fn a_round_has_the_targets_law() {
     }
 }
 
-/// The same enumeration for children accepted with probability min(1, p / q) in the drafter's order, with the residual
-/// max(0, p - q) for the bonus: it is the law that differs.
+/// The same enumeration for children accepted with probability min(1, p / q) in the drafter's
+/// order, with the residual max(0, p - q) for the bonus: it is the law that differs.
 #[test]
 fn the_ratio_test_has_another_law() {
     let q = [0.5, 0.3, 0.2];

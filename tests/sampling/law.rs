@@ -2,10 +2,10 @@
 //!
 //! # Power
 //!
-//! A test of [`TEXTS`] texts at level 1e-6 finds, with probability 0.999, any law whose chi-square distance from the
-//! target's, the sum over texts of `(found - p)^2 / p`, is at least what [`detectable`] computes: 0.0077 for 64 texts, as
-//! if the probability of each were off by 9 %. Seeds are fixed, so an outcome does not change
-//! from run to run.
+//! A test of [`TEXTS`] texts at level 1e-6 finds, with probability 0.999, any law whose chi-square
+//! distance from the target's, the sum over texts of `(found - p)^2 / p`, is at least what
+//! [`detectable`] computes: 0.0077 for 64 texts, as if the probability of each were off by 9 %.
+//! Seeds are fixed, so an outcome does not change from run to run.
 
 use std::collections::BTreeMap;
 
@@ -29,8 +29,8 @@ fn critical(degrees: f64) -> f64 {
     degrees * (1.0 - c + LEVEL * c.sqrt()).powi(3)
 }
 
-/// The chi-square distance that is found with probability 0.999: noncentral chi-square is close to normal, with mean
-/// `d + x` and variance `2 (d + 2 x)`.
+/// The chi-square distance that is found with probability 0.999: noncentral chi-square is close to
+/// normal, with mean `d + x` and variance `2 (d + 2 x)`.
 fn detectable(degrees: f64, texts: usize) -> f64 {
     let mut x = 0.0;
     while degrees + x - POWER * (2.0 * (degrees + 2.0 * x)).sqrt() < critical(degrees) {
@@ -39,8 +39,8 @@ fn detectable(degrees: f64, texts: usize) -> f64 {
     x / texts as f64
 }
 
-/// Chi-square of counts against probabilities, and its degrees of freedom. Texts expected less than ten times count
-/// as one.
+/// Chi-square of counts against probabilities, and its degrees of freedom. Texts expected less than
+/// ten times count as one.
 fn chi_square(counts: &BTreeMap<Vec<u32>, usize>, law: &BTreeMap<Vec<u32>, f64>) -> (f64, f64) {
     let total: usize = counts.values().sum();
     for text in counts.keys() {
@@ -196,8 +196,9 @@ fn truncated_and_penalised_texts_follow_their_law() {
     }
 }
 
-/// The acceptance test of speculative sampling on a tree of the drafter's best tokens: each child of the
-/// node reached is accepted with probability min(1, p / q), the bonus comes from the residual max(0, p - q).
+/// The acceptance test of speculative sampling on a tree of the drafter's best tokens: each child
+/// of the node reached is accepted with probability min(1, p / q), the bonus comes from the
+/// residual max(0, p - q).
 fn biased_text(
     rng: &mut StdRng,
     target: Language,
@@ -254,8 +255,8 @@ fn the_test_rejects_the_ratio_test_on_trees() {
     }
 }
 
-/// The same loop with draws from the target instead is not rejected: what the test above finds is the acceptance rule,
-/// not the way the texts are made.
+/// The same loop with draws from the target instead is not rejected: what the test above finds is
+/// the acceptance rule, not the way the texts are made.
 #[test]
 fn the_test_passes_draws_from_the_target() {
     let request = |seed| {

@@ -191,7 +191,8 @@ fn settings_are_checked_when_a_request_starts() {
     decoder.start(&request(Sampling::new().temperature(1.0))).unwrap();
 }
 
-/// A greedy target that says the same three tokens for ever, the failure that repetition penalties are there for.
+/// A greedy target that says the same three tokens for ever, the failure that repetition penalties
+/// are there for.
 #[derive(Clone, Copy)]
 struct Loop;
 
@@ -231,8 +232,8 @@ fn penalties_end_a_loop_and_hold_on_every_path() {
     }
 }
 
-/// A drafted token that is the raw argmax but not the processed one is rejected there, and the processed one is the
-/// bonus.
+/// A drafted token that is the raw argmax but not the processed one is rejected there, and the
+/// processed one is the bonus.
 #[test]
 fn the_walk_follows_processed_picks() {
     let capabilities = Capabilities::new(10, 100);

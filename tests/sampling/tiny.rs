@@ -1,6 +1,7 @@
 //! One seed, one text on the tiny pair, with 20 prompts and 5 seeds each.
 //!
-//! Texts are short here and each is compared with one of the eight ways to draft, in turn. All of it, with longer texts:
+//! Texts are short here and each is compared with one of the eight ways to draft, in turn. All of
+//! it, with longer texts:
 //!
 //! ```sh
 //! cargo run --release --example bench_decode -- --prompts tests/sampling/prompts.txt --temperature 1 \

@@ -109,7 +109,7 @@ impl Stack {
             mixed: gpu.allocate(element * max_width * q)?,
             gate_up: gpu.allocate(element * max_width * 2 * intermediate)?,
             activated: gpu.allocate(element * max_width * intermediate)?,
-            splits: Splits::new(&gpu, heads, max_width)?,
+            splits: Splits::new(&gpu, &kernels, heads, max_width)?,
         };
         Ok(Self {
             rope: gpu.upload(&rope)?,
@@ -292,7 +292,10 @@ fn check(config: &DecoderConfig) -> Result<()> {
         return Err(Error::config("architectures", found, "Llama, Qwen2 or Qwen3 on a GPU"));
     }
     Kernels::check_row("hidden_size", config.hidden_size)?;
-    Kernels::check_row("intermediate_size", config.intermediate_size.min(16 * 1024))?;
+    if config.intermediate_size % 8 != 0 {
+        let accepted = "a multiple of 8 on a GPU";
+        return Err(Error::config("intermediate_size", config.intermediate_size, accepted));
+    }
     if config.rope.rotary_dim != config.head_dim {
         let accepted = format!("{} on a GPU, the whole head", config.head_dim);
         return Err(Error::config("rotary dimensions", config.rope.rotary_dim, accepted));

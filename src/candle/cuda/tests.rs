@@ -12,6 +12,7 @@ use serde_json::Value;
 
 use super::device::{Buffer, Gpu};
 use super::kernels::{Argmax, Heads, Inputs, Kernels, Path, Splits, TopK};
+use super::products::Product;
 use super::{CudaDFlash, CudaOptions, CudaTarget};
 use crate::candle::dflash::DFlashConfig;
 use crate::candle::{DecoderConfig, Weights};
@@ -285,6 +286,37 @@ fn attention_on(gpu: &Gpu) {
                     }
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn products_equal_the_hosts() {
+    let Some(gpu) = gpu() else { return };
+    let mut rng = StdRng::seed_from_u64(7);
+    let (inputs, outputs) = (768, 320);
+    for dtype in TYPES {
+        for (rows, add) in [(1, false), (1, true), (8, true), (72, false), (136, true)] {
+            let (x_buffer, x) = upload(&gpu, dtype, &random(&mut rng, rows * inputs));
+            let (w_buffer, w) = upload(&gpu, dtype, &random(&mut rng, outputs * inputs));
+            let before = random(&mut rng, rows * outputs);
+            let y_dtype = DType::F32;
+            let shape = Product { rows, inputs, outputs, skipped: 0, dtype, y_dtype, add };
+            let (x_at, scratch) = (x_buffer.pointer(), gpu.upload(&before).unwrap());
+            gpu.plan_product(x_at, &[&w_buffer, &w_buffer], &scratch, shape).unwrap();
+            let y = gpu.upload(&before).unwrap();
+            gpu.product(x_at, &w_buffer, &y, shape).unwrap();
+            let found = download(&gpu, DType::F32, &y, rows * outputs);
+            let expected: Vec<f32> = (0..rows * outputs)
+                .map(|at| {
+                    let (x, w) = (&x[at / outputs * inputs..], &w[at % outputs * inputs..]);
+                    let terms = x[..inputs].iter().zip(&w[..inputs]);
+                    let sum: f64 = terms.map(|(&x, &w)| f64::from(x) * f64::from(w)).sum();
+                    (sum + if add { f64::from(before[at]) } else { 0.0 }) as f32
+                })
+                .collect();
+            let distance = distance(&found, &expected);
+            assert!(distance < 1e-5, "{dtype:?}, {rows} rows, add {add}: {distance}");
         }
     }
 }

@@ -40,6 +40,7 @@ struct Inner {
 pub(super) struct Modules {
     pub(super) attention: Arc<CudaModule>,
     pub(super) commit: Arc<CudaModule>,
+    pub(super) draw: Arc<CudaModule>,
     pub(super) norm: Arc<CudaModule>,
     pub(super) random: Arc<CudaModule>,
     pub(super) rope: Arc<CudaModule>,
@@ -81,6 +82,7 @@ impl Gpu {
         let modules = Modules {
             attention: module!(context, hopper, "attention"),
             commit: module!(context, hopper, "commit"),
+            draw: module!(context, hopper, "draw"),
             norm: module!(context, hopper, "norm"),
             random: module!(context, hopper, "random"),
             rope: module!(context, hopper, "rope"),

@@ -1,8 +1,6 @@
 //! The kernels of one element type and head size, and their launches. What each computes is said where it is written,
 //! in `kernels/`.
 
-use std::ffi::c_void;
-
 use candle_core::DType;
 use cudarc::driver::{CudaFunction, sys::CUdeviceptr};
 
@@ -25,9 +23,10 @@ const MAX_CANDIDATES: usize = 4096;
 
 macro_rules! parameters {
     ($($value:expr),* $(,)?) => {
-        &mut [$((&raw const $value).cast_mut().cast::<c_void>()),*]
+        &mut [$((&raw const $value).cast_mut().cast::<std::ffi::c_void>()),*]
     };
 }
+pub(super) use parameters;
 
 #[derive(Debug)]
 pub(super) struct Kernels {

@@ -40,6 +40,7 @@ struct Inner {
 pub(super) struct Modules {
     pub(super) attention: Arc<CudaModule>,
     pub(super) commit: Arc<CudaModule>,
+    pub(super) couple: Arc<CudaModule>,
     pub(super) draw: Arc<CudaModule>,
     pub(super) norm: Arc<CudaModule>,
     pub(super) random: Arc<CudaModule>,
@@ -82,6 +83,7 @@ impl Gpu {
         let modules = Modules {
             attention: module!(context, hopper, "attention"),
             commit: module!(context, hopper, "commit"),
+            couple: module!(context, hopper, "couple"),
             draw: module!(context, hopper, "draw"),
             norm: module!(context, hopper, "norm"),
             random: module!(context, hopper, "random"),

@@ -1,23 +1,48 @@
-//! Sampled picks on the GPU.
+//! Noise on the GPU: sampled picks, and drafts that use their noise.
 
-use cudarc::driver::CudaFunction;
+use cudarc::driver::{CudaFunction, sys::CUdeviceptr};
 
 use super::device::{Buffer, Gpu, Pinned};
 use super::kernels::{Inputs, parameters};
-use crate::NoiseKey;
 use crate::candle::Result;
+use crate::{NoiseKey, sample};
 
-/// Tokens of one block of the kernel, and of one entry of `bounds`.
-const PART: usize = 64 * CHUNK;
+/// Tokens that share a draw of noise.
 const CHUNK: usize = 256;
+
+/// Tokens of one block of the kernel that draws.
+const PART: usize = 64 * CHUNK;
+
+/// Scale and seed of the noise, which a captured pass reads anew each time.
+#[derive(Debug)]
+struct Settings {
+    host: Pinned<u32>,
+    device: Buffer,
+}
+
+impl Settings {
+    fn new(gpu: &Gpu) -> Result<Self> {
+        Ok(Self { host: gpu.pinned(4)?, device: gpu.allocate(16)? })
+    }
+
+    /// The pass that read them last has been waited for.
+    fn set(&mut self, scale: f32, seed: u64) {
+        let words = [scale.to_bits(), 0, seed as u32, (seed >> 32) as u32];
+        self.host.as_mut_slice().copy_from_slice(&words);
+    }
+
+    /// Asks for the copy to the GPU, and says where it will be.
+    fn send(&self, gpu: &Gpu) -> Result<CUdeviceptr> {
+        gpu.copy_in(&self.host, &self.device, 16)?;
+        Ok(self.device.pointer())
+    }
+}
 
 /// Picks tokens with the noise of a request: those that the host would pick from the same logits.
 #[derive(Debug)]
 pub(super) struct Draw {
     function: CudaFunction,
-    /// Temperature and seed, which a captured pass reads anew each time.
-    host: Pinned<u32>,
-    device: Buffer,
+    settings: Settings,
     bounds: Buffer,
     known: Buffer,
     maxima: Buffer,
@@ -30,8 +55,7 @@ impl Draw {
     pub(super) fn new(gpu: &Gpu, max_rows: usize, size: usize) -> Result<Self> {
         Ok(Self {
             function: gpu.modules().draw.load_function("draw")?,
-            host: gpu.pinned(4)?,
-            device: gpu.allocate(16)?,
+            settings: Settings::new(gpu)?,
             bounds: gpu.allocate(8 * max_rows * size.div_ceil(CHUNK))?,
             known: gpu.allocate(8 * max_rows)?,
             maxima: gpu.allocate(4 * max_rows)?,
@@ -42,10 +66,7 @@ impl Draw {
 
     /// Sets what the next pass draws with. The last one has been waited for.
     pub(super) fn set(&mut self, key: &NoiseKey) {
-        let host = self.host.as_mut_slice();
-        host[0] = key.temperature.to_bits();
-        host[2] = key.seed as u32;
-        host[3] = (key.seed >> 32) as u32;
+        self.settings.set(key.temperature, key.seed);
     }
 
     /// Asks for picks of the rows of `inputs` from `logits`, packed as those of
@@ -58,9 +79,8 @@ impl Draw {
         picks: &Buffer,
     ) -> Result<()> {
         assert!(inputs.rows * 4 <= self.counters.bytes(), "made for fewer rows");
-        gpu.copy_in(&self.host, &self.device, 16)?;
-        let (logits, positions, draws) =
-            (logits.pointer(), inputs.positions, self.device.pointer());
+        let draws = self.settings.send(gpu)?;
+        let (logits, positions) = (logits.pointer(), inputs.positions);
         let (bounds, known) = (self.bounds.pointer(), self.known.pointer());
         let (maxima, counters) = (self.maxima.pointer(), self.counters.pointer());
         let (picks, size) = (picks.pointer(), self.size as i32);
@@ -72,6 +92,49 @@ impl Draw {
                 grid,
                 (256, 1),
                 parameters!(logits, positions, draws, bounds, known, maxima, counters, picks, size),
+            )
+        }
+    }
+}
+
+/// Adds the noise that the target will draw with to a draft's logits.
+#[derive(Debug)]
+pub(super) struct Couple {
+    function: CudaFunction,
+    settings: Settings,
+    size: usize,
+}
+
+impl Couple {
+    /// For rows of `size` f32 logits.
+    pub(super) fn new(gpu: &Gpu, size: usize) -> Result<Self> {
+        let function = gpu.modules().couple.load_function("couple")?;
+        Ok(Self { function, settings: Settings::new(gpu)?, size })
+    }
+
+    /// Sets what the next pass drafts with. The last one has been waited for.
+    pub(super) fn set(&mut self, key: &NoiseKey) {
+        self.settings.set(sample::coupled_scale(key.temperature) as f32, key.seed);
+    }
+
+    /// Asks for the noise of `depths` rows at `logits`, the first of which is about the position after that at `root`.
+    pub(super) fn run(
+        &self,
+        gpu: &Gpu,
+        root: CUdeviceptr,
+        logits: CUdeviceptr,
+        depths: usize,
+    ) -> Result<()> {
+        let draws = self.settings.send(gpu)?;
+        let size = self.size as i32;
+        let grid = (self.size.div_ceil(CHUNK) as u32, depths as u32, 1);
+        // SAFETY: the types are the kernel's; the caller's logits are `depths` rows of the size this was made for.
+        unsafe {
+            gpu.launch(
+                &self.function,
+                grid,
+                (CHUNK as u32 / 2, 1),
+                parameters!(logits, root, draws, size),
             )
         }
     }

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     logits += row * size;
     bounds += row * chunks;
     const Noise noise = {draws->seed, (uint64_t)positions[row] + 1};
-    const float temperature = draws->temperature;
+    const float temperature = draws->scale;
 
     int first = (blockIdx.x * WARPS + t / 32) * CHUNKS_PER_WARP;
     uint64_t mine = 0;

@@ -41,9 +41,10 @@ __device__ __forceinline__ double exponential(uint32_t low, uint32_t high) {
     return -logarithm(__dmul_rn(__dadd_rn((double)bits, 0.5), 0x1p-52));
 }
 
-// What the host says of the draws of a pass.
+// What the host says of the noise of a pass.
 struct Draws {
-    float temperature;
+    // The temperature of draws; what noise is multiplied with in drafts.
+    float scale;
     uint32_t unused;
     uint64_t seed;
 };
@@ -74,11 +75,13 @@ struct ChunkNoise {
     // What no token's noise in the chunk exceeds, give or take rounding.
     __device__ double bound() const { return -logarithm(least); }
 
+    // Of a token, from its own words.
+    __device__ double gumbel(uint32_t token, uint32_t low, uint32_t high) const {
+        return token == winner ? bound() : -logarithm(__dadd_rn(least, exponential(low, high)));
+    }
+
     __device__ double gumbel(const Noise &noise, uint32_t token) const {
-        if (token == winner)
-            return bound();
         uint4 words = noise.words(token / 2, 1);
-        double own = token % 2 ? exponential(words.z, words.w) : exponential(words.x, words.y);
-        return -logarithm(__dadd_rn(least, own));
+        return token % 2 ? gumbel(token, words.z, words.w) : gumbel(token, words.x, words.y);
     }
 };

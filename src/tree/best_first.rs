@@ -148,8 +148,8 @@ impl BestFirst {
             let sibling = next_sibling::<_, CHECK>(expand, settings.top_k, tree, best)?;
             let before = |a, b| path_before(tree, a, b);
             // The better of the new candidates takes the place of the old one,
-            // near which it belongs; the other comes in from below, near which
-            // it belongs. Both ways through the heap are short.
+            // which saves its removal; the other comes in from below, near which
+            // it belongs.
             let (better, worse) = match (child, sibling) {
                 // A child's path comes first among equal sums.
                 (Some(child), Some(sibling)) if child.score >= sibling.score => {

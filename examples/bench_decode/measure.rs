@@ -51,7 +51,7 @@ pub const CHAIN: usize = 1;
 
 /// Indices of `arms` arms in the order of a turn: from one turn to the next it alternates.
 pub fn order(arms: usize, turn: usize) -> impl Iterator<Item = usize> {
-    (0..arms).map(move |at| if turn % 2 == 0 { at } else { arms - 1 - at })
+    (0..arms).map(move |at| if turn.is_multiple_of(2) { at } else { arms - 1 - at })
 }
 
 /// A target and its drafter, wherever they run.

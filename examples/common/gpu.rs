@@ -43,6 +43,8 @@ impl GpuModels {
         options.max_slots = options.max_slots.max(budget + 1).max(block_size);
         let (target, stop_tokens) = checkpoints.load(|path| {
             let (config, weights) = open(path, dtype)?;
+            // Room for the last tree, so that the cache cuts none.
+            let rows = rows + options.max_slots;
             let options = options.max_len(rows.min(config.max_positions));
             let target = CudaTarget::new(gpu, &config, weights, taps, options)?;
             Ok((target, config.eos_token_ids))

@@ -47,7 +47,9 @@ pub fn run(
     let taps = target.prefill(&prefill, &mut picks)?;
     session.prefilled()?;
     if drafting {
+        let since = Instant::now();
         drafter.observe(&session.committed_tokens(0..prompt.len())?, &taps)?;
+        session.add_time(Stage::Prefill, since.elapsed());
     }
     drop(taps);
     let mut times = Vec::new();

@@ -70,7 +70,7 @@ impl CudaDFlash {
         top_k: usize,
     ) -> Result<Self> {
         check(&weights, target.stack.dtype())?;
-        Self::load(target, config, Source::Checkpoint(weights), top_k)
+        Self::load(target, config, Source::Checkpoint(weights.into()), top_k)
     }
 
     /// A drafter of random weights, for measurements at a shape whose checkpoint is not at hand.

@@ -10,7 +10,7 @@ use crate::{NoiseKey, sample};
 /// Tokens that share a draw of noise.
 const CHUNK: usize = 256;
 
-/// Tokens of one block of the kernel that draws.
+/// Tokens of one block of the kernels that draw.
 const PART: usize = 64 * CHUNK;
 
 /// Scale and seed of the noise, which a captured pass reads anew each time.
@@ -41,11 +41,13 @@ impl Settings {
 /// Picks tokens with the noise of a request: those that the host would pick from the same logits.
 #[derive(Debug)]
 pub(super) struct Draw {
-    function: CudaFunction,
+    bound: CudaFunction,
+    draw: CudaFunction,
     settings: Settings,
     bounds: Buffer,
     known: Buffer,
     maxima: Buffer,
+    bests: Buffer,
     counters: Buffer,
     size: usize,
 }
@@ -54,11 +56,13 @@ impl Draw {
     /// For `max_rows` rows of `size` f32 logits.
     pub(super) fn new(gpu: &Gpu, max_rows: usize, size: usize) -> Result<Self> {
         Ok(Self {
-            function: gpu.modules().draw.load_function("draw")?,
+            bound: gpu.modules().draw.load_function("bound_draws")?,
+            draw: gpu.modules().draw.load_function("draw")?,
             settings: Settings::new(gpu)?,
             bounds: gpu.allocate(8 * max_rows * size.div_ceil(CHUNK))?,
             known: gpu.allocate(8 * max_rows)?,
             maxima: gpu.allocate(4 * max_rows)?,
+            bests: gpu.allocate(16 * max_rows * size.div_ceil(PART))?,
             counters: gpu.allocate(4 * max_rows)?,
             size,
         })
@@ -82,16 +86,24 @@ impl Draw {
         let draws = self.settings.send(gpu)?;
         let (logits, positions) = (logits.pointer(), inputs.positions);
         let (bounds, known) = (self.bounds.pointer(), self.known.pointer());
-        let (maxima, counters) = (self.maxima.pointer(), self.counters.pointer());
-        let (picks, size) = (picks.pointer(), self.size as i32);
+        let (maxima, bests) = (self.maxima.pointer(), self.bests.pointer());
+        let (counters, picks, size) = (self.counters.pointer(), picks.pointer(), self.size as i32);
         let grid = (self.size.div_ceil(PART) as u32, inputs.rows as u32, 1);
         // SAFETY: the types are the kernel's; the caller's logits and picks have the rows of `inputs`.
         unsafe {
             gpu.launch(
-                &self.function,
+                &self.bound,
                 grid,
                 (256, 1),
-                parameters!(logits, positions, draws, bounds, known, maxima, counters, picks, size),
+                parameters!(logits, positions, draws, bounds, known, maxima, size),
+            )?;
+            gpu.launch(
+                &self.draw,
+                grid,
+                (256, 1),
+                parameters!(
+                    logits, positions, draws, bounds, known, maxima, bests, counters, picks, size
+                ),
             )
         }
     }

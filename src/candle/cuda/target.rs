@@ -144,7 +144,7 @@ impl CudaTarget {
     ) -> Result<Self> {
         let dtype = weights.dtype();
         check(&weights, dtype)?;
-        Self::load(gpu, config, Source::Checkpoint(weights), dtype, taps, options)
+        Self::load(gpu, config, Source::Checkpoint(weights.into()), dtype, taps, options)
     }
 
     /// A target of random weights, for measurements at a shape whose checkpoint is not at hand.

@@ -3,6 +3,10 @@
 //
 // Noise is drawn for chunks of 256 tokens first. With a chunk's greatest logit, that bounds the sums of its tokens, and
 // only chunks whose bound reaches the best of the sums that are known by then are looked into.
+//
+// Both kernels have a grid of (parts, rows), a part being what the WARPS warps of a block see. Row r picks for position
+// positions[r] + 1. `bounds` has an entry per chunk and row; `known` and `maxima` have one zero a row before the first
+// kernel, and have it again after the second.
 
 #include "common.cuh"
 #include "keys.cuh"
@@ -41,6 +45,8 @@ struct Sum {
     }
 };
 
+__device__ __forceinline__ Sum none() { return {(double)NEG_INF, 0xffffffffu}; }
+
 // The best of the warp's, for every lane.
 __device__ Sum warp_best(Sum best) {
     for (int offset = 16; offset > 0; offset /= 2) {
@@ -51,85 +57,97 @@ __device__ Sum warp_best(Sum best) {
     return best;
 }
 
-// picks[row] = the row's greatest logit as a key, and the token picked, packed: what `argmax` gives with another token.
-// Grid (parts, rows) of WARPS warps, a part being WARPS * CHUNKS_PER_WARP chunks. Row r picks for position
-// positions[r] + 1. `bounds` has an entry per chunk and row; `known`, `maxima` and `counters` have one zero a row, and
-// have it again afterwards.
+// Bounds of all chunks, the best sum known of each row, and its greatest logit as a key.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-    draw(const float *logits, const uint32_t *positions, const Draws *draws, double *bounds, unsigned long long *known,
-         unsigned *maxima, unsigned *counters, unsigned long long *picks, int size) {
+    bound_draws(const float *logits, const uint32_t *positions, const Draws *draws, double *bounds,
+                unsigned long long *known, unsigned *maxima, int size) {
     size_t row = blockIdx.y;
-    int t = threadIdx.x, lane = t % 32;
-    int chunks = (size + CHUNK - 1) / CHUNK;
+    int lane = threadIdx.x % 32, chunks = (size + CHUNK - 1) / CHUNK;
+    int first = (blockIdx.x * WARPS + threadIdx.x / 32) * CHUNKS_PER_WARP;
     logits += row * size;
-    bounds += row * chunks;
-    const Noise noise = {draws->seed, (uint64_t)positions[row] + 1};
-    const float temperature = draws->scale;
-
-    int first = (blockIdx.x * WARPS + t / 32) * CHUNKS_PER_WARP;
     uint64_t mine = 0;
-    for (int j = 0; j < CHUNKS_PER_WARP && first + j < chunks; ++j) {
+#pragma unroll
+    for (int j = 0; j < CHUNKS_PER_WARP; ++j) {
         uint64_t best = 0;
-        for (int i = (first + j) * CHUNK + lane; i < min(size, (first + j + 1) * CHUNK); i += 32)
-            best = max(best, pack(order(logits[i]), i));
+#pragma unroll
+        for (int i = 0; i < CHUNK; i += 32) {
+            int token = (first + j) * CHUNK + i + lane;
+            if (token < size)
+                best = max(best, pack(order(logits[token]), token));
+        }
         for (int offset = 16; offset > 0; offset /= 2)
             best = max(best, __shfl_xor_sync(FULL_WARP, best, offset));
         if (lane == j)
             mine = best;
     }
-    if (mine > 0) {
-        uint32_t key = mine >> 32, token = ~(uint32_t)mine;
-        float greatest = logits[token];
-        atomicMax(maxima + row, key);
-        double bound = scaled(greatest, temperature);
-        if (greatest > NEG_INF) {
-            ChunkNoise chunk(noise, first + lane);
-            double sum = __dadd_rn(bound, chunk.gumbel(noise, token));
-            if (chunk.winner < size && logits[chunk.winner] > NEG_INF)
-                sum = fmax(sum, __dadd_rn(scaled(logits[chunk.winner], temperature), chunk.bound()));
-            atomicMax(known + row, order64(sum));
-            bound = __dadd_rn(bound, __dadd_rn(chunk.bound(), SLACK));
-        }
-        bounds[first + lane] = bound;
-    }
-    if (!last_block(counters + row, gridDim.x))
+    if (mine == 0)
         return;
-
-    __shared__ ChunkNoise open_noise[32 * WARPS];
-    __shared__ int open_chunks[32 * WARPS];
-    __shared__ int open;
-    __shared__ Sum bests[WARPS];
-    double reached = value64(__ldcg(known + row));
-    Sum best = {(double)NEG_INF, 0xffffffffu};
-    for (int base = 0; base < chunks; base += 32 * WARPS) {
-        if (t == 0)
-            open = 0;
-        __syncthreads();
-        if (base + t < chunks && __ldcg(bounds + base + t) >= reached) {
-            int at = atomicAdd(&open, 1);
-            open_chunks[at] = base + t;
-            open_noise[at] = ChunkNoise(noise, base + t);
-        }
-        __syncthreads();
-        for (int at = 0; at < open; ++at) {
-            uint32_t token = open_chunks[at] * CHUNK + t;
-            float logit = token < size ? logits[token] : NEG_INF;
-            if (logit > NEG_INF) {
-                double own = scaled(logit, temperature);
-                if (__dadd_rn(own, __dadd_rn(open_noise[at].bound(), SLACK)) >= reached)
-                    best.improve(__dadd_rn(own, open_noise[at].gumbel(noise, token)), token);
-            }
-        }
-        __syncthreads();
+    uint32_t token = ~(uint32_t)mine;
+    float greatest = logits[token], temperature = draws->scale;
+    atomicMax(maxima + row, (uint32_t)(mine >> 32));
+    double bound = scaled(greatest, temperature);
+    if (greatest > NEG_INF) {
+        Noise noise = {draws->seed, (uint64_t)positions[row] + 1};
+        ChunkNoise chunk(noise, first + lane);
+        double sum = __dadd_rn(bound, chunk.gumbel(noise, token));
+        if (chunk.winner < size && logits[chunk.winner] > NEG_INF)
+            sum = fmax(sum, __dadd_rn(scaled(logits[chunk.winner], temperature), chunk.bound()));
+        atomicMax(known + row, order64(sum));
+        bound = __dadd_rn(bound, __dadd_rn(chunk.bound(), SLACK));
     }
-    best = warp_best(best);
+    bounds[row * chunks + first + lane] = bound;
+}
+
+// picks[row] = the row's greatest logit as a key, and the token picked, packed: what `argmax` gives with another token.
+// `bests` has an entry per part and row, `counters` one zero a row, and has it again afterwards.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    draw(const float *logits, const uint32_t *positions, const Draws *draws, const double *bounds,
+         unsigned long long *known, unsigned *maxima, Sum *bests, unsigned *counters, unsigned long long *picks,
+         int size) {
+    size_t row = blockIdx.y;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = (size + CHUNK - 1) / CHUNK;
+    int first = (blockIdx.x * WARPS + warp) * CHUNKS_PER_WARP;
+    logits += row * size;
+    const Noise noise = {draws->seed, (uint64_t)positions[row] + 1};
+    const float temperature = draws->scale;
+    Sum best = none();
+    for (int chunk = first; chunk < min(chunks, first + CHUNKS_PER_WARP); ++chunk) {
+        // Others may have found a better one meanwhile.
+        double reached = value64(__ldcg(known + row));
+        if (!(bounds[row * chunks + chunk] >= reached))
+            continue;
+        ChunkNoise shared(noise, chunk);
+        double most = __dadd_rn(shared.bound(), SLACK);
+#pragma unroll 1
+        for (int i = 0; i < CHUNK; i += 32) {
+            uint32_t token = chunk * CHUNK + i + lane;
+            float logit = token < size ? logits[token] : NEG_INF;
+            double own = scaled(logit, temperature);
+            if (logit > NEG_INF && __dadd_rn(own, most) >= reached)
+                best.improve(__dadd_rn(own, shared.gumbel(noise, token)), token);
+        }
+        best = warp_best(best);
+        if (lane == 0 && best.sum > reached)
+            atomicMax(known + row, order64(best.sum));
+    }
+    __shared__ Sum found[WARPS];
     if (lane == 0)
-        bests[t / 32] = best;
+        found[warp] = best;
     __syncthreads();
-    if (t == 0) {
+    bests += row * gridDim.x;
+    if (threadIdx.x == 0) {
         for (int i = 1; i < WARPS; ++i)
-            best.improve(bests[i].sum, bests[i].token);
-        picks[row] = pack(__ldcg(maxima + row), best.token);
+            best.improve(found[i].sum, found[i].token);
+        bests[blockIdx.x] = best;
+    }
+    if (!last_block(counters + row, gridDim.x) || warp > 0)
+        return;
+    best = none();
+    for (int part = lane; part < gridDim.x; part += 32)
+        best.improve(__ldcg(&bests[part].sum), __ldcg(&bests[part].token));
+    best = warp_best(best);
+    if (lane == 0) {
+        picks[row] = pack(maxima[row], best.token);
         known[row] = 0;
         maxima[row] = 0;
     }

@@ -11,7 +11,7 @@ use crate::{NoiseKey, sample};
 const CHUNK: usize = 256;
 
 /// Tokens of one block of the kernels that draw.
-const PART: usize = 64 * CHUNK;
+const PART: usize = 32 * CHUNK;
 
 /// Scale and seed of the noise, which a captured pass reads anew each time.
 #[derive(Debug)]

@@ -4,7 +4,7 @@
 // Noise is drawn for chunks of 256 tokens first. With a chunk's greatest logit, that bounds the sums of its tokens, and
 // only chunks whose bound reaches the best of the sums that are known by then are looked into.
 //
-// Both kernels have a grid of (parts, rows), a part being what the WARPS warps of a block see. Row r picks for position
+// Both kernels have a grid of (parts, rows), a part being CHUNKS_PER_BLOCK chunks. Row r picks for position
 // positions[r] + 1. `bounds` has an entry per chunk and row; `known` and `maxima` have one zero a row before the first
 // kernel, and have it again after the second.
 
@@ -13,8 +13,10 @@
 #include "noise.cuh"
 
 constexpr int WARPS = 8;
-// One lane draws for each chunk.
-constexpr int CHUNKS_PER_WARP = 8;
+constexpr int CHUNKS_PER_WARP = 4;
+// One lane of a warp draws for each chunk, and one thread of the block for each token of one.
+constexpr int CHUNKS_PER_BLOCK = WARPS * CHUNKS_PER_WARP;
+static_assert(CHUNKS_PER_BLOCK == 32 && CHUNK == 32 * WARPS);
 
 // Margin for the rounding of logarithms where a bound on noise stands for the noise.
 constexpr double SLACK = 1e-9;
@@ -61,13 +63,13 @@ __device__ Sum warp_best(Sum best) {
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     bound_draws(const float *logits, const uint32_t *positions, const Draws *draws, double *bounds,
                 unsigned long long *known, unsigned *maxima, int size) {
+    __shared__ uint64_t greatest[CHUNKS_PER_BLOCK];
     size_t row = blockIdx.y;
-    int lane = threadIdx.x % 32, chunks = (size + CHUNK - 1) / CHUNK;
-    int first = (blockIdx.x * WARPS + threadIdx.x / 32) * CHUNKS_PER_WARP;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = (size + CHUNK - 1) / CHUNK;
+    int first = blockIdx.x * CHUNKS_PER_BLOCK;
     logits += row * size;
-    uint64_t mine = 0;
 #pragma unroll
-    for (int j = 0; j < CHUNKS_PER_WARP; ++j) {
+    for (int j = warp; j < CHUNKS_PER_BLOCK; j += WARPS) {
         uint64_t best = 0;
 #pragma unroll
         for (int i = 0; i < CHUNK; i += 32) {
@@ -77,25 +79,27 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
         }
         for (int offset = 16; offset > 0; offset /= 2)
             best = max(best, __shfl_xor_sync(FULL_WARP, best, offset));
-        if (lane == j)
-            mine = best;
+        if (lane == 0)
+            greatest[j] = best;
     }
-    if (mine == 0)
+    __syncthreads();
+    int chunk = first + lane;
+    if (warp > 0 || chunk >= chunks)
         return;
-    uint32_t token = ~(uint32_t)mine;
-    float greatest = logits[token], temperature = draws->scale;
-    atomicMax(maxima + row, (uint32_t)(mine >> 32));
-    double bound = scaled(greatest, temperature);
-    if (greatest > NEG_INF) {
+    uint32_t token = ~(uint32_t)greatest[lane];
+    float logit = logits[token], temperature = draws->scale;
+    atomicMax(maxima + row, (uint32_t)(greatest[lane] >> 32));
+    double bound = scaled(logit, temperature);
+    if (logit > NEG_INF) {
         Noise noise = {draws->seed, (uint64_t)positions[row] + 1};
-        ChunkNoise chunk(noise, first + lane);
-        double sum = __dadd_rn(bound, chunk.gumbel(noise, token));
-        if (chunk.winner < size && logits[chunk.winner] > NEG_INF)
-            sum = fmax(sum, __dadd_rn(scaled(logits[chunk.winner], temperature), chunk.bound()));
+        ChunkNoise shared(noise, chunk);
+        double sum = __dadd_rn(bound, shared.gumbel(noise, token));
+        if (shared.winner < size && logits[shared.winner] > NEG_INF)
+            sum = fmax(sum, __dadd_rn(scaled(logits[shared.winner], temperature), shared.bound()));
         atomicMax(known + row, order64(sum));
-        bound = __dadd_rn(bound, __dadd_rn(chunk.bound(), SLACK));
+        bound = __dadd_rn(bound, __dadd_rn(shared.bound(), SLACK));
     }
-    bounds[row * chunks + first + lane] = bound;
+    bounds[row * chunks + chunk] = bound;
 }
 
 // picks[row] = the row's greatest logit as a key, and the token picked, packed: what `argmax` gives with another token.
@@ -104,33 +108,45 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     draw(const float *logits, const uint32_t *positions, const Draws *draws, const double *bounds,
          unsigned long long *known, unsigned *maxima, Sum *bests, unsigned *counters, unsigned long long *picks,
          int size) {
+    // What lanes found of the chunks that are looked into: their noise and the greatest of it.
+    __shared__ ChunkNoise open_noise[CHUNKS_PER_BLOCK];
+    __shared__ double open_most[CHUNKS_PER_BLOCK];
+    __shared__ unsigned open_lanes;
+    __shared__ Sum found[WARPS];
     size_t row = blockIdx.y;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, chunks = (size + CHUNK - 1) / CHUNK;
-    int first = (blockIdx.x * WARPS + warp) * CHUNKS_PER_WARP;
+    int first = blockIdx.x * CHUNKS_PER_BLOCK;
     logits += row * size;
     const Noise noise = {draws->seed, (uint64_t)positions[row] + 1};
     const float temperature = draws->scale;
+    if (warp == 0) {
+        int chunk = first + lane;
+        bool open = chunk < chunks && bounds[row * chunks + chunk] >= value64(__ldcg(known + row));
+        if (open) {
+            open_noise[lane] = ChunkNoise(noise, chunk);
+            open_most[lane] = __dadd_rn(open_noise[lane].bound(), SLACK);
+        }
+        unsigned lanes = __ballot_sync(FULL_WARP, open);
+        if (lane == 0)
+            open_lanes = lanes;
+    }
+    __syncthreads();
     Sum best = none();
-    for (int chunk = first; chunk < min(chunks, first + CHUNKS_PER_WARP); ++chunk) {
+    for (unsigned lanes = open_lanes; lanes > 0; lanes &= lanes - 1) {
+        int at = __ffs(lanes) - 1;
+        uint32_t token = (first + at) * CHUNK + threadIdx.x;
+        float logit = token < size ? logits[token] : NEG_INF;
+        double own = scaled(logit, temperature);
         // Others may have found a better one meanwhile.
         double reached = value64(__ldcg(known + row));
-        if (!(bounds[row * chunks + chunk] >= reached))
-            continue;
-        ChunkNoise shared(noise, chunk);
-        double most = __dadd_rn(shared.bound(), SLACK);
-#pragma unroll 1
-        for (int i = 0; i < CHUNK; i += 32) {
-            uint32_t token = chunk * CHUNK + i + lane;
-            float logit = token < size ? logits[token] : NEG_INF;
-            double own = scaled(logit, temperature);
-            if (logit > NEG_INF && __dadd_rn(own, most) >= reached)
-                best.improve(__dadd_rn(own, shared.gumbel(noise, token)), token);
+        if (logit > NEG_INF && __dadd_rn(own, open_most[at]) >= reached) {
+            double sum = __dadd_rn(own, open_noise[at].gumbel(noise, token));
+            best.improve(sum, token);
+            if (sum > reached)
+                atomicMax(known + row, order64(sum));
         }
-        best = warp_best(best);
-        if (lane == 0 && best.sum > reached)
-            atomicMax(known + row, order64(best.sum));
     }
-    __shared__ Sum found[WARPS];
+    best = warp_best(best);
     if (lane == 0)
         found[warp] = best;
     __syncthreads();

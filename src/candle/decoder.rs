@@ -9,7 +9,7 @@ use super::attention::{LayerMask, Segment};
 use super::delta_net::GatedDeltaNet;
 use super::gated_attention::GatedAttention;
 use super::layers::{self, AttentionParts, Embedding, Heads, LmHead, Mlp, SelfAttention};
-use super::rope::RopeTable;
+use super::rope::Rope;
 use super::state_cache::StateCache;
 use super::{DecoderConfig, Error, Gguf, KvCache, Result, Rounding, Weights};
 use crate::{AncestorMask, DraftTree};
@@ -25,7 +25,7 @@ pub struct DecoderModel {
     layers: Vec<Layer>,
     norm: RmsNorm,
     lm_head: LmHead,
-    rope: RopeTable,
+    rope: Rope,
     dtype: DType,
     /// What norms over the residual stream apply to.
     norm_dtype: DType,
@@ -232,7 +232,7 @@ impl DecoderModel {
         }
         let norm = norm(&mut weights, &format!("{model}.norm"))?;
         weights.finish()?;
-        let rope = RopeTable::new(&config.rope, config.max_positions, dtype, &device)?;
+        let rope = Rope::new(&config.rope, config.max_positions, dtype, &device)?;
         Ok(Self {
             config,
             embed_tokens: Embedding::new(embedding),

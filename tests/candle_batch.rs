@@ -275,11 +275,11 @@ fn texts_of_a_batch_are_those_of_plain_decoding() {
 
 fn check_texts(model: &DecoderModel) {
     let prompts = [vec![5, 9, 300], vec![17], (20..60).collect(), vec![1, 2, 3, 4, 5]];
-    let texts = decode_together(model, &prompts, 24);
+    let texts = decode_together(model, &prompts, 16);
     for (prompt, text) in prompts.iter().zip(texts) {
         let target = CandleTarget::new(model.clone(), 128, &[]).unwrap();
         let mut decoder = ddtree::Decoder::autoregressive(target).unwrap();
-        let request = Request::new(prompt).max_new_tokens(24);
+        let request = Request::new(prompt).max_new_tokens(16);
         let plain = decoder.generate(&request, |_| std::ops::ControlFlow::Continue(())).unwrap();
         assert_eq!(text, plain.tokens);
     }

@@ -1,3 +1,4 @@
+use super::frontier::{Candidate, Frontier, Place};
 use super::{DraftTree, Expand};
 use crate::{Error, Proposal};
 
@@ -64,23 +65,8 @@ impl Default for TreeSettings {
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct BestFirst {
-    heap: Vec<Candidate>,
-    // Rank of every slot among its siblings.
-    ranks: Vec<u32>,
+    frontier: Frontier,
 }
-
-/// A child that could become the next node.
-#[derive(Clone, Copy, Debug)]
-struct Candidate {
-    score: f64,
-    parent: u32,
-    rank: u32,
-    token: u32,
-}
-
-/// Entries of the heap below one entry. Most of the time goes into branches that
-/// cannot be predicted; four ways halve the levels, and with them those.
-const WAYS: usize = 4;
 
 impl BestFirst {
     /// A builder with empty scratch.
@@ -91,8 +77,7 @@ impl BestFirst {
     /// Makes room for trees of `budget` nodes, so that building them allocates
     /// nothing.
     pub fn reserve(&mut self, budget: usize) {
-        self.heap.reserve((budget + 1).saturating_sub(self.heap.len()));
-        self.ranks.reserve((budget + 1).saturating_sub(self.ranks.len()));
+        self.frontier.reserve(budget + 1);
     }
 
     /// Grows a tree over per-depth lists below the root of `tree`; what `tree`
@@ -144,46 +129,43 @@ impl BestFirst {
         tree: &mut DraftTree,
     ) -> Result<(), Error> {
         tree.reset(tree.tokens()[0]);
-        self.heap.clear();
-        self.ranks.clear();
-        self.ranks.push(0);
+        self.frontier.clear();
         if settings.budget == 0 || settings.top_k == 0 {
             return Ok(());
         }
         if settings.spine {
             self.lay_spine::<_, CHECK>(expand, settings, tree)?;
         } else if let Some(first) = candidate::<_, CHECK>(expand, tree, 0, 0, f64::INFINITY)? {
-            self.heap.push(first);
+            self.frontier.push(first, |_, _| false);
         }
         while tree.nodes() < settings.budget {
-            let Some(&best) = self.heap.first() else { break };
+            let Some(best) = self.frontier.first() else { break };
             if best.score < settings.log_prob_cutoff {
                 break;
             }
-            let slot = self.insert::<CHECK>(best, tree)?;
+            let slot = insert::<CHECK>(best, tree)?;
             let child = candidate::<_, CHECK>(expand, tree, slot, 0, f64::INFINITY)?;
             let sibling = next_sibling::<_, CHECK>(expand, settings.top_k, tree, best)?;
+            let before = |a, b| path_before(tree, a, b);
             // The better of the new candidates takes the place of the old one,
-            // near which it belongs; the other comes in from below, near which
-            // it belongs. Both ways through the heap are short.
-            match (child, sibling) {
-                (None, None) => {
-                    self.heap.swap_remove(0);
+            // which saves its removal; the other comes in from below, near which
+            // it belongs.
+            let (better, worse) = match (child, sibling) {
+                // A child's path comes first among equal sums.
+                (Some(child), Some(sibling)) if child.score >= sibling.score => {
+                    (child, Some(sibling))
                 }
-                (Some(one), None) | (None, Some(one)) => self.heap[0] = one,
-                (Some(child), Some(sibling)) => {
-                    // A child's path comes first among equal sums.
-                    let child_first = child.score >= sibling.score;
-                    let (better, worse) =
-                        if child_first { (child, sibling) } else { (sibling, child) };
-                    self.heap[0] = better;
-                    self.sift_down(tree);
-                    self.heap.push(worse);
-                    self.sift_up(tree);
+                (child, Some(sibling)) => (sibling, child),
+                (Some(child), None) => (child, None),
+                (None, None) => {
+                    self.frontier.pop(before);
                     continue;
                 }
+            };
+            self.frontier.replace(better, before);
+            if let Some(worse) = worse {
+                self.frontier.push(worse, before);
             }
-            self.sift_down(tree);
         }
         Ok(())
     }
@@ -200,121 +182,47 @@ impl BestFirst {
             let Some(best) = candidate::<_, CHECK>(expand, tree, last, 0, f64::INFINITY)? else {
                 break;
             };
-            self.insert::<CHECK>(best, tree)?;
+            insert::<CHECK>(best, tree)?;
         }
         for slot in 1..tree.len() {
-            let node = Candidate {
-                score: tree.scores()[slot],
-                parent: slot as u32 - 1,
-                rank: 0,
-                token: tree.tokens()[slot],
-            };
+            let place = Place { parent: slot as u32 - 1, rank: 0, token: tree.tokens()[slot] };
+            let node = Candidate { score: tree.scores()[slot], place };
             if let Some(sibling) = next_sibling::<_, CHECK>(expand, settings.top_k, tree, node)? {
-                self.heap.push(sibling);
-                self.sift_up(tree);
+                self.frontier.push(sibling, |a, b| path_before(tree, a, b));
             }
         }
         Ok(())
     }
 
-    #[inline]
-    fn insert<const CHECK: bool>(
-        &mut self,
-        node: Candidate,
-        tree: &mut DraftTree,
-    ) -> Result<usize, Error> {
-        self.ranks.push(node.rank);
-        let parent = node.parent as usize;
-        if CHECK && tree.child(parent, node.token).is_some() {
-            return Err(Error::Proposal {
-                depth: tree.depths()[parent] as usize + 1,
-                rank: node.rank as usize,
-                found: format!("token {} a second time below slot {parent}", node.token),
-                accepted: "distinct tokens",
-            });
-        }
-        Ok(tree.push_distinct(parent, node.token, node.score))
-    }
-
-    /// Whether `a` comes before `b`: greater score first, then the path of
-    /// smaller ranks.
-    #[inline(always)]
-    fn before(&self, tree: &DraftTree, a: &Candidate, b: &Candidate) -> bool {
-        if a.score == b.score {
-            self.path_before(tree, (a.parent, a.rank), (b.parent, b.rank))
-        } else {
-            a.score > b.score
-        }
-    }
-
-    /// Compares rank paths lexicographically, given as parent and last rank. Of
-    /// two candidates neither path is a prefix of the other, since candidates
-    /// are never below one another.
-    #[cold]
-    #[inline(never)]
-    fn path_before(&self, tree: &DraftTree, mut a: (u32, u32), mut b: (u32, u32)) -> bool {
-        let lift = |(parent, _): (u32, u32)| {
-            let parent = parent as usize;
-            (tree.parents()[parent] as u32, self.ranks[parent])
-        };
-        let depth = |(parent, _): (u32, u32)| tree.depths()[parent as usize];
-        while depth(a) > depth(b) {
-            a = lift(a);
-        }
-        while depth(b) > depth(a) {
-            b = lift(b);
-        }
-        while a.0 != b.0 {
-            a = lift(a);
-            b = lift(b);
-        }
-        a.1 < b.1
-    }
-
-    #[inline]
-    fn sift_up(&mut self, tree: &DraftTree) {
-        let mut hole = self.heap.len() - 1;
-        let moved = self.heap[hole];
-        while hole > 0 {
-            let above = (hole - 1) / WAYS;
-            if !self.before(tree, &moved, &self.heap[above]) {
-                break;
-            }
-            self.heap[hole] = self.heap[above];
-            hole = above;
-        }
-        self.heap[hole] = moved;
-    }
-
-    #[inline]
-    fn sift_down(&mut self, tree: &DraftTree) {
-        let Some(&moved) = self.heap.first() else { return };
-        let mut hole = 0;
-        loop {
-            let first = WAYS * hole + 1;
-            let end = self.heap.len().min(first + WAYS);
-            if first >= end {
-                break;
-            }
-            let mut below = first;
-            for other in first + 1..end {
-                if self.before(tree, &self.heap[other], &self.heap[below]) {
-                    below = other;
-                }
-            }
-            if !self.before(tree, &self.heap[below], &moved) {
-                break;
-            }
-            self.heap[hole] = self.heap[below];
-            hole = below;
-        }
-        self.heap[hole] = moved;
-    }
-
     /// Bytes of scratch held, used or not.
     pub fn memory_usage(&self) -> usize {
-        self.heap.capacity() * size_of::<Candidate>() + self.ranks.capacity() * 4
+        self.frontier.memory_usage()
     }
+}
+
+/// Compares the ranks along the paths of two candidates lexicographically. Neither
+/// path is a prefix of the other, since candidates are never below one another.
+///
+/// Siblings come into the tree in the order of their ranks, so slots say what
+/// ranks would; a candidate comes after all siblings that are in, and there is no
+/// other candidate among them.
+#[cold]
+#[inline(never)]
+fn path_before(tree: &DraftTree, a: Place, b: Place) -> bool {
+    let (parents, depths) = (tree.parents(), tree.depths());
+    let (mut a, mut b) = ((a.parent as usize, usize::MAX), (b.parent as usize, usize::MAX));
+    let lift = |(parent, _)| (parents[parent] as usize, parent);
+    while depths[a.0] > depths[b.0] {
+        a = lift(a);
+    }
+    while depths[b.0] > depths[a.0] {
+        b = lift(b);
+    }
+    while a.0 != b.0 {
+        a = lift(a);
+        b = lift(b);
+    }
+    a.1 < b.1
 }
 
 /// The `rank`-th child of `parent`, unless there is none that can be drafted.
@@ -337,7 +245,23 @@ fn candidate<E: Expand, const CHECK: bool>(
     if CHECK && (!log_prob.is_finite() || score > limit) {
         return Err(refused(tree, parent, rank, log_prob));
     }
-    Ok(Some(Candidate { score, parent: parent as u32, rank: rank as u32, token }))
+    let place = Place { parent: parent as u32, rank: rank as u32, token };
+    Ok(Some(Candidate { score, place }))
+}
+
+#[inline]
+fn insert<const CHECK: bool>(node: Candidate, tree: &mut DraftTree) -> Result<usize, Error> {
+    let Candidate { score, place: Place { parent, rank, token } } = node;
+    let parent = parent as usize;
+    if CHECK && tree.child(parent, token).is_some() {
+        return Err(Error::Proposal {
+            depth: tree.depths()[parent] as usize + 1,
+            rank: rank as usize,
+            found: format!("token {token} a second time below slot {parent}"),
+            accepted: "distinct tokens",
+        });
+    }
+    Ok(tree.push_distinct(parent, token, score))
 }
 
 #[inline(always)]
@@ -347,11 +271,11 @@ fn next_sibling<E: Expand, const CHECK: bool>(
     tree: &DraftTree,
     node: Candidate,
 ) -> Result<Option<Candidate>, Error> {
-    let rank = node.rank as usize + 1;
+    let rank = node.place.rank as usize + 1;
     if rank >= top_k {
         return Ok(None);
     }
-    candidate::<_, CHECK>(expand, tree, node.parent as usize, rank, node.score)
+    candidate::<_, CHECK>(expand, tree, node.place.parent as usize, rank, node.score)
 }
 
 #[cold]

@@ -11,6 +11,7 @@ pub mod chain;
 mod best_first;
 mod expand;
 mod filter;
+mod frontier;
 mod shared;
 
 pub use best_first::{BestFirst, TreeSettings};

@@ -1,5 +1,5 @@
 use super::frontier::{Candidate, Frontier, Place};
-use super::{DraftTree, Expand};
+use super::{DraftTree, Expand, NONE};
 use crate::{Error, Proposal};
 
 /// How large a tree grows, and where it stops.
@@ -135,7 +135,7 @@ impl BestFirst {
         }
         if settings.spine {
             self.lay_spine::<_, CHECK>(expand, settings, tree)?;
-        } else if let Some(first) = candidate::<_, CHECK>(expand, tree, 0, 0, f64::INFINITY)? {
+        } else if let Some(first) = first_child::<_, CHECK>(expand, tree, 0)? {
             self.frontier.push(first, |_, _| false);
         }
         while tree.nodes() < settings.budget {
@@ -144,8 +144,8 @@ impl BestFirst {
                 break;
             }
             let slot = insert::<CHECK>(best, tree)?;
-            let child = candidate::<_, CHECK>(expand, tree, slot, 0, f64::INFINITY)?;
-            let sibling = next_sibling::<_, CHECK>(expand, settings.top_k, tree, best)?;
+            let child = first_child::<_, CHECK>(expand, tree, slot)?;
+            let sibling = next_sibling::<_, CHECK>(expand, settings.top_k, tree, slot, best.place)?;
             let before = |a, b| path_before(tree, a, b);
             // The better of the new candidates takes the place of the old one,
             // which saves its removal; the other comes in from below, near which
@@ -179,15 +179,16 @@ impl BestFirst {
     ) -> Result<(), Error> {
         while tree.nodes() < settings.budget {
             let last = tree.len() - 1;
-            let Some(best) = candidate::<_, CHECK>(expand, tree, last, 0, f64::INFINITY)? else {
+            let Some(best) = first_child::<_, CHECK>(expand, tree, last)? else {
                 break;
             };
             insert::<CHECK>(best, tree)?;
         }
         for slot in 1..tree.len() {
-            let place = Place { parent: slot as u32 - 1, rank: 0, token: tree.tokens()[slot] };
-            let node = Candidate { score: tree.scores()[slot], place };
-            if let Some(sibling) = next_sibling::<_, CHECK>(expand, settings.top_k, tree, node)? {
+            let place =
+                Place { parent: slot as u32 - 1, rank: 0, token: tree.tokens()[slot], elder: NONE };
+            let sibling = next_sibling::<_, CHECK>(expand, settings.top_k, tree, slot, place)?;
+            if let Some(sibling) = sibling {
                 self.frontier.push(sibling, |a, b| path_before(tree, a, b));
             }
         }
@@ -225,14 +226,42 @@ fn path_before(tree: &DraftTree, a: Place, b: Place) -> bool {
     a.1 < b.1
 }
 
-/// The `rank`-th child of `parent`, unless there is none that can be drafted.
-/// `limit` is the score of the sibling before it.
+/// The best child of a slot, unless there is none that can be drafted.
+#[inline(always)]
+fn first_child<E: Expand, const CHECK: bool>(
+    expand: &mut E,
+    tree: &DraftTree,
+    parent: usize,
+) -> Result<Option<Candidate>, Error> {
+    candidate::<_, CHECK>(expand, tree, (parent, 0), NONE, f64::INFINITY)
+}
+
+/// The sibling of the rank after that of the node `slot`, unless there is none that can
+/// be drafted.
+#[inline(always)]
+fn next_sibling<E: Expand, const CHECK: bool>(
+    expand: &mut E,
+    top_k: usize,
+    tree: &DraftTree,
+    slot: usize,
+    node: Place,
+) -> Result<Option<Candidate>, Error> {
+    let rank = node.rank as usize + 1;
+    if rank >= top_k {
+        return Ok(None);
+    }
+    let limit = tree.scores()[slot];
+    candidate::<_, CHECK>(expand, tree, (node.parent as usize, rank), slot as i32, limit)
+}
+
+/// A child by parent and rank, unless there is none that can be drafted. `limit` is the
+/// score of the sibling before it.
 #[inline(always)]
 fn candidate<E: Expand, const CHECK: bool>(
     expand: &mut E,
     tree: &DraftTree,
-    parent: usize,
-    rank: usize,
+    (parent, rank): (usize, usize),
+    elder: i32,
     limit: f64,
 ) -> Result<Option<Candidate>, Error> {
     let Some((token, log_prob)) = expand.child(tree, parent, rank) else {
@@ -245,13 +274,13 @@ fn candidate<E: Expand, const CHECK: bool>(
     if CHECK && (!log_prob.is_finite() || score > limit) {
         return Err(refused(tree, parent, rank, log_prob));
     }
-    let place = Place { parent: parent as u32, rank: rank as u32, token };
+    let place = Place { parent: parent as u32, rank: rank as u32, token, elder };
     Ok(Some(Candidate { score, place }))
 }
 
 #[inline]
 fn insert<const CHECK: bool>(node: Candidate, tree: &mut DraftTree) -> Result<usize, Error> {
-    let Candidate { score, place: Place { parent, rank, token } } = node;
+    let Candidate { score, place: Place { parent, rank, token, elder } } = node;
     let parent = parent as usize;
     if CHECK && tree.child(parent, token).is_some() {
         return Err(Error::Proposal {
@@ -261,21 +290,8 @@ fn insert<const CHECK: bool>(node: Candidate, tree: &mut DraftTree) -> Result<us
             accepted: "distinct tokens",
         });
     }
-    Ok(tree.push_distinct(parent, token, score))
-}
-
-#[inline(always)]
-fn next_sibling<E: Expand, const CHECK: bool>(
-    expand: &mut E,
-    top_k: usize,
-    tree: &DraftTree,
-    node: Candidate,
-) -> Result<Option<Candidate>, Error> {
-    let rank = node.place.rank as usize + 1;
-    if rank >= top_k {
-        return Ok(None);
-    }
-    candidate::<_, CHECK>(expand, tree, node.place.parent as usize, rank, node.score)
+    let elder = usize::try_from(elder).ok();
+    Ok(tree.push_distinct(parent, elder, token, score))
 }
 
 #[cold]

@@ -11,6 +11,8 @@ pub(super) struct Place {
     pub(super) parent: u32,
     pub(super) rank: u32,
     pub(super) token: u32,
+    /// The sibling of the rank before, a slot; -1 for rank 0.
+    pub(super) elder: i32,
 }
 
 /// The candidates of a growing tree: a heap, the greatest score first.
@@ -49,7 +51,7 @@ struct Entry {
 }
 
 const fn empty(key: u64) -> Entry {
-    Entry { key, place: Place { parent: 0, rank: 0, token: 0 } }
+    Entry { key, place: Place { parent: 0, rank: 0, token: 0, elder: -1 } }
 }
 
 /// Four entries without candidates. No score has keys as low as these. They differ
@@ -189,7 +191,8 @@ mod tests {
             for step in 0..200 {
                 state = state.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
                 let score = f64::from(state >> 24 & 0x1f) - f64::from(16 + round % 3 * 8);
-                let place = Place { parent: 0, rank: state.rotate_left(16), token: step };
+                let rank = state.rotate_left(16);
+                let place = Place { parent: 0, rank, token: step, elder: -1 };
                 let new = Candidate { score, place };
                 list.sort_by(|a: &Candidate, b: &Candidate| {
                     b.score.total_cmp(&a.score).then(a.place.rank.cmp(&b.place.rank))

@@ -150,6 +150,45 @@ fn a_verifier_without_logits_refuses_before_it_starts() {
     assert!(session.set_constraint(Some(Box::new(Anything))).is_err());
 }
 
+#[test]
+fn a_drafter_can_couple_its_proposal_itself() {
+    let plan = |coupled| {
+        let config = Config::new(Algorithm::Chain).coupled(coupled);
+        Plan::resolve(&config, &Capabilities::new(50, 100), 1).unwrap()
+    };
+    let request = Request::new(&[1, 2, 3]).sampling(warm());
+    // Once as the session ranks it, and once as it is.
+    let drafted = |coupled_by_drafter| {
+        let mut session = Session::new(plan(true));
+        session.start(&request).unwrap();
+        session.prefill().unwrap().1.push_logits(&[0.0; 50]).unwrap();
+        session.prefilled().unwrap();
+        let (ask, proposal) = session.proposal().unwrap();
+        let key = ask.noise().unwrap();
+        assert_eq!((key.seed, key.temperature, key.position), (6, 0.8, ask.position() + 1));
+        let tokens: Vec<u32> = (0..50).collect();
+        proposal.push(&tokens, &[-3.9; 50]).unwrap();
+        proposal.set_coupled(coupled_by_drafter);
+        session.proposed().unwrap();
+        let first = session.verification().unwrap().0.tree().tokens()[1];
+        let noise = |token: u32| ddtree::sample::gumbel(key.seed, key.position, token);
+        let noisiest = (0..50).max_by(|&a, &b| noise(a).total_cmp(&noise(b))).unwrap();
+        (first, noisiest)
+    };
+    assert_eq!(drafted(true).0, 0);
+    let (first, noisiest) = drafted(false);
+    assert_eq!(first, noisiest);
+    assert_ne!(first, 0);
+
+    for (request, coupled) in [(Request::new(&[1]), true), (request.clone(), false)] {
+        let mut session = Session::new(plan(coupled));
+        session.start(&request).unwrap();
+        session.prefill().unwrap().1.push_logits(&[0.0; 50]).unwrap();
+        session.prefilled().unwrap();
+        assert_eq!(session.proposal().unwrap().0.noise(), None);
+    }
+}
+
 struct Anything;
 
 impl ddtree::Constraint for Anything {

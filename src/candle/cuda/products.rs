@@ -1,7 +1,7 @@
 //! Matrix products, by cuBLASLt.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
+use std::collections::{HashMap, hash_map::Entry};
 use std::ffi::c_void;
 
 use candle_core::DType;
@@ -80,10 +80,11 @@ impl Gpu {
         self.bind()?;
         let products = self.products();
         let mut plans = products.plans.borrow_mut();
-        if !plans.contains_key(&shape) {
-            plans.insert(shape, Plan::new(products.handle, shape)?);
-        }
-        plans[&shape].run(self, products.handle, operands)
+        let plan = match plans.entry(shape) {
+            Entry::Occupied(plan) => plan.into_mut(),
+            Entry::Vacant(place) => place.insert(Plan::new(products.handle, shape)?),
+        };
+        plan.run(self, products.handle, operands)
     }
 }
 

@@ -1,8 +1,14 @@
 //! Host work of a round of a batch: 64 sequences of 32 nodes. Build and share the budget, make the
-//! masks and write the arrays, walk and plan. Results are asserted before anything is timed; divide
-//! by 64 for the time per sequence.
+//! masks and write the arrays, walk and plan. Times are per sequence. Before anything is timed, results
+//! are asserted, and that a round allocates nothing.
 //!
 //! `cargo bench --bench batch`; `-- --test` runs everything once.
+
+use std::{
+    alloc::{GlobalAlloc, Layout, System},
+    cell::Cell,
+    time::Instant,
+};
 
 use criterion::{Criterion, criterion_group, criterion_main};
 use ddtree::{
@@ -14,6 +20,33 @@ use ddtree::{
     tree::SharedBudget,
     walk,
 };
+
+/// Counts what the current thread asks for.
+struct Counting;
+
+thread_local! {
+    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
+}
+
+// SAFETY: everything is passed on to the system's allocator.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
+        unsafe { System.realloc(pointer, layout, size) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
 
 const SEQUENCES: usize = 64;
 const NODES: usize = 32;
@@ -82,8 +115,11 @@ struct Arrays {
     packed: Vec<u8>,
 }
 
-fn write(batch: &mut [Sequence], arrays: &mut Arrays) {
+fn mask(batch: &mut [Sequence]) {
     batch.iter_mut().for_each(|s| s.mask.build(&s.tree));
+}
+
+fn write(batch: &[Sequence], arrays: &mut Arrays) {
     arrays.extents.clear();
     arrays.extents.extend(batch.iter().map(|s| Extent { prefix: PREFIX, slots: s.tree.len() }));
     arrays.offsets.resize(SEQUENCES + 1, 0);
@@ -120,32 +156,51 @@ fn benches(criterion: &mut Criterion) {
     let (mut builder, mut shared, mut arrays) =
         (BestFirst::new(), SharedBudget::new(), Arrays::default());
 
-    build(&mut batch, &mut builder, 2 * NODES);
-    share(&mut batch, &mut shared);
-    write(&mut batch, &mut arrays);
-    finish(&mut batch);
+    let mut round = || {
+        build(&mut batch, &mut builder, 2 * NODES);
+        share(&mut batch, &mut shared);
+        mask(&mut batch);
+        write(&batch, &mut arrays);
+        finish(&mut batch);
+    };
+    round();
+    let before = ALLOCATIONS.get();
+    assert!(before > 0, "the allocator does not count");
+    round();
+    assert_eq!(ALLOCATIONS.get(), before, "a round allocates");
     assert_eq!(batch.iter().map(|s| s.tree.nodes()).sum::<usize>(), SEQUENCES * NODES);
     assert!(batch.iter().any(|s| s.tree.nodes() != NODES), "nothing was shared");
     assert!(batch.iter().all(|s| s.plan.new_len() == PREFIX + s.outcome.tokens().len()));
     assert_eq!(arrays.tokens.len(), SEQUENCES * (NODES + 1));
 
-    let mut group = criterion.benchmark_group("batch of 64 sequences, 32 nodes each");
-    group.bench_function("build", |b| b.iter(|| build(&mut batch, &mut builder, NODES)));
-    group.bench_function("build 64 each, share 2048", |b| {
-        b.iter(|| {
-            build(&mut batch, &mut builder, 2 * NODES);
-            share(&mut batch, &mut shared);
-        })
+    let mut group = criterion.benchmark_group("per sequence of 64 with 32 nodes each");
+    let mut measure = |name: &str, run: &mut dyn FnMut()| {
+        group.bench_function(name, |bencher| {
+            bencher.iter_custom(|count| {
+                let start = Instant::now();
+                (0..count).for_each(|_| run());
+                start.elapsed() / SEQUENCES as u32
+            });
+        });
+    };
+    measure("build 64 each, share 2048", &mut || {
+        build(&mut batch, &mut builder, 2 * NODES);
+        share(&mut batch, &mut shared);
     });
-    build(&mut batch, &mut builder, NODES);
-    group.bench_function("mask and arrays", |b| b.iter(|| write(&mut batch, &mut arrays)));
-    group.bench_function("walk and plan", |b| b.iter(|| finish(&mut batch)));
-    group.bench_function("all", |b| {
-        b.iter(|| {
-            build(&mut batch, &mut builder, NODES);
-            write(&mut batch, &mut arrays);
-            finish(&mut batch);
-        })
+    measure("build", &mut || build(&mut batch, &mut builder, NODES));
+    measure("mask", &mut || mask(&mut batch));
+    measure("arrays", &mut || write(&batch, &mut arrays));
+    measure("walk and plan", &mut || finish(&mut batch));
+    measure("build, mask, walk and plan", &mut || {
+        build(&mut batch, &mut builder, NODES);
+        mask(&mut batch);
+        finish(&mut batch);
+    });
+    measure("all, with arrays", &mut || {
+        build(&mut batch, &mut builder, NODES);
+        mask(&mut batch);
+        write(&batch, &mut arrays);
+        finish(&mut batch);
     });
     group.finish();
 }

@@ -3,6 +3,9 @@
 //! `cargo run --release --example generate -- --help`
 
 mod common;
+#[cfg(feature = "cuda")]
+#[path = "common/gpu.rs"]
+mod gpu;
 #[path = "common/sampling.rs"]
 mod sampling;
 #[path = "common/stream.rs"]
@@ -17,11 +20,14 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use common::{device::DeviceArgs, models::ModelArgs, models::Models, text::Text};
+use common::{
+    device::{DeviceArgs, Place},
+    models::{Checkpoints, ModelArgs, Models},
+    text::Text,
+};
 use ddtree::{
-    Algorithm, Config, Decoder, Drafter, Finish, NoDrafter, Plan, Reason, Request, Session,
+    Algorithm, Config, Decoder, Engine, ErrorOf, Finish, NoDrafter, Plan, Reason, Request, Session,
     ShadowStats, Stage, TreeSettings,
-    candle::{CandleTarget, Taps},
 };
 use sampling::SamplingArgs;
 use serde_json::json;
@@ -130,20 +136,32 @@ fn main() -> Result<()> {
     // Created first, so that no text is generated in vain.
     let trace = args.trace.as_deref().map(TraceFile::create).transpose()?;
     let drafting = args.algorithm.needs_drafter();
-    let models = Models::load(&args.models, &args.device, drafting, !args.quiet)?;
-    let job = Job {
-        prompt_ids: models.text.encode(&prompt, args.chat)?,
-        target: models.target(drafting)?,
-        stop_tokens: models.stop_tokens().to_vec(),
-        name: models.name,
-        text: models.text,
-        prompt,
-        trace,
-        args,
-    };
-    match models.drafter {
-        Some(drafter) => job.run(drafter),
-        None => job.run(NoDrafter),
+    let checkpoints = args.models.find(drafting, !args.quiet)?;
+    let prompt_ids = checkpoints.text.encode(&prompt, args.chat)?;
+    let job = Job { args, prompt, prompt_ids, checkpoints, trace };
+    match job.args.device.device {
+        Place::Cpu => {
+            let models = Models::load(&job.checkpoints, job.args.device.dtype)?;
+            let stop_tokens = models.stop_tokens().to_vec();
+            let target = models.target(drafting)?;
+            match models.drafter {
+                Some(drafter) => job.run((target, drafter), &stop_tokens),
+                None => job.run((target, NoDrafter), &stop_tokens),
+            }
+        }
+        #[cfg(feature = "cuda")]
+        Place::Cuda(ordinal) => {
+            let rows = job.prompt_ids.len() + job.args.max_new_tokens;
+            let trees = job.args.algorithm.needs_tree_mask();
+            let budget = if trees { job.args.budget } else { 0 };
+            let gpu = ddtree::candle::cuda::Gpu::new(ordinal)?;
+            let dtype = job.args.device.dtype;
+            let models = gpu::GpuModels::load(&job.checkpoints, &gpu, dtype, rows, budget)?;
+            match models.drafter {
+                Some(drafter) => job.run((models.target, drafter), &models.stop_tokens),
+                None => job.run((models.target, NoDrafter), &models.stop_tokens),
+            }
+        }
     }
 }
 
@@ -152,21 +170,22 @@ struct Job {
     args: Args,
     prompt: String,
     prompt_ids: Vec<u32>,
-    target: CandleTarget,
-    stop_tokens: Vec<u32>,
-    name: String,
-    text: Text,
+    checkpoints: Checkpoints,
     trace: Option<TraceFile>,
 }
 
 impl Job {
-    fn run<D: Drafter<Taps, Error: Send + Sync>>(self, drafter: D) -> Result<()> {
-        let Self { args, prompt, prompt_ids, target, stop_tokens, name, text, trace } = self;
+    fn run<E: Engine>(self, engine: E, stop_tokens: &[u32]) -> Result<()>
+    where
+        ErrorOf<E>: Send + Sync,
+    {
+        let Self { args, prompt, prompt_ids, checkpoints, trace } = self;
+        let Checkpoints { name, text, .. } = checkpoints;
         let request = Request::new(&prompt_ids)
             .max_new_tokens(args.max_new_tokens)
-            .stop_tokens(&stop_tokens)
+            .stop_tokens(stop_tokens)
             .sampling(args.sampling.sampling());
-        let mut decoder = Decoder::new((target, drafter), &args.config())?;
+        let mut decoder = Decoder::new(engine, &args.config())?;
         decoder.start(&request)?;
         if !args.quiet {
             eprintln!(

@@ -209,13 +209,16 @@ impl<E: Engine> Decoder<E> {
     /// Starts a request, whatever came before. The models are reset by the first
     /// step.
     ///
+    /// With a [cached prefix](Request::cached_prefix) the drafter is first shown
+    /// what it has not seen of the request before, whose last round may be part of
+    /// the prefix. Should it fail at that, which is no error, its context begins
+    /// after the prefix.
+    ///
     /// # Errors
     ///
     /// As [`Session::start`]; the decoder is unchanged then.
     pub fn start(&mut self, request: &Request) -> Result<(), Error> {
         if request.cached_prefix > 0 {
-            // The last round of the earlier request may be part of the prefix. If
-            // the drafter fails, its context begins after the prefix instead.
             let _ = self.observe();
         }
         self.session.start(request)?;

@@ -1,6 +1,6 @@
 use std::convert::Infallible;
 
-use crate::Proposal;
+use crate::{NoiseKey, Proposal};
 
 /// Tokens that have been committed, and where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,19 +27,20 @@ impl<'a> Committed<'a> {
 }
 
 /// What is to be drafted.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq)]
 pub struct ProposalRequest {
     pub(crate) root: u32,
     pub(crate) position: usize,
     pub(crate) horizon: usize,
     pub(crate) top_k: usize,
+    pub(crate) noise: Option<NoiseKey>,
 }
 
 impl ProposalRequest {
     /// A request for `horizon` depths of `top_k` entries after the token `root`
     /// at `position`.
     pub fn new(root: u32, position: usize, horizon: usize, top_k: usize) -> Self {
-        Self { root, position, horizon, top_k }
+        Self { root, position, horizon, top_k, noise: None }
     }
 
     /// The last sampled token. It has not been observed: it is not committed.
@@ -61,6 +62,17 @@ impl ProposalRequest {
     /// when the vocabulary has fewer.
     pub fn top_k(&self) -> usize {
         self.top_k
+    }
+
+    /// What the request's picks are drawn with, if drafts are to be
+    /// [coupled](crate::Config::coupled) to it; depth `d` drafts for the noise's
+    /// `position + d - 1`. The session couples what a drafter proposes, so that
+    /// it can ignore this. One that has all its scores at hand may do better: it
+    /// ranks tokens by `log q + 0.7 T g`, normalised as log-probabilities are,
+    /// with the temperature `T` and the [noise](crate::sample::gumbel) `g` of
+    /// position and token, and says so with [`Proposal::set_coupled`].
+    pub fn noise(&self) -> Option<NoiseKey> {
+        self.noise
     }
 }
 

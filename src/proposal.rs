@@ -32,6 +32,7 @@ pub struct Proposal {
     tokens: Vec<u32>,
     log_probs: Vec<f32>,
     ends: Vec<usize>,
+    coupled: bool,
 }
 
 impl Proposal {
@@ -40,8 +41,9 @@ impl Proposal {
         Self::default()
     }
 
-    /// Drops all depths and keeps the memory.
+    /// Drops all depths and keeps the memory; the proposal is no longer coupled.
     pub fn clear(&mut self) {
+        self.coupled = false;
         self.tokens.clear();
         self.log_probs.clear();
         self.ends.clear();
@@ -50,6 +52,17 @@ impl Proposal {
     /// Number of depths drafted, up to the first that has no entries.
     pub fn horizon(&self) -> usize {
         (1..=self.ends.len()).take_while(|&d| !self.depth(d).0.is_empty()).count()
+    }
+
+    /// Says whether the entries are ranked with the [noise](crate::ProposalRequest::noise) of the
+    /// request's picks; a session does it where they are not.
+    pub fn set_coupled(&mut self, coupled: bool) {
+        self.coupled = coupled;
+    }
+
+    /// Whether the drafter said so.
+    pub(crate) fn is_coupled(&self) -> bool {
+        self.coupled
     }
 
     /// Whether nothing was drafted.

@@ -402,12 +402,15 @@ impl Session {
         self.expect(Need::Proposal, "proposal")?;
         self.proposal.clear();
         let reranks = self.coupled || self.sampler.is_constrained();
-        let request = ProposalRequest::new(
+        let mut request = ProposalRequest::new(
             self.root(),
             self.committed,
             self.round.horizon,
             if reranks { self.plan.candidates() } else { self.plan.tree().top_k },
         );
+        if self.coupled {
+            request.noise = self.sampler.noise(self.tokens.len());
+        }
         Ok((request, &mut self.proposal))
     }
 
@@ -422,7 +425,7 @@ impl Session {
         self.proposal.check_vocabulary(self.plan.capabilities().vocab_size)?;
         self.lap(Stage::Propose);
         self.proposal.truncate(self.round.horizon);
-        if self.coupled {
+        if self.coupled && !self.proposal.is_coupled() {
             let settings = self.sampler.settings();
             self.coupling.apply(&mut self.proposal, settings, self.committed);
         }

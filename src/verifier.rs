@@ -271,12 +271,7 @@ impl<'a> Picks<'a> {
     /// For picking with [noise](crate::sample#noise) on a device; `None` if the request is greedy.
     pub fn noise(&self) -> Option<NoiseKey> {
         let context = self.context.as_ref()?;
-        let settings = context.sampler.settings();
-        (!settings.is_greedy()).then_some(NoiseKey {
-            seed: settings.seed,
-            temperature: settings.temperature,
-            position: context.tokens.len(),
-        })
+        context.sampler.noise(context.tokens.len())
     }
 
     /// Whether the pick of the next slot can have an effect: whether the picks so far lead there.

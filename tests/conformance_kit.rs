@@ -598,8 +598,8 @@ fn the_candle_backend_passes() {
         let model = DecoderModel::load(folder, DType::F32, &Device::Cpu).unwrap();
         let mut target = CandleTarget::new(model, 256, &[0, 1]).unwrap();
         let report = Kit::new(&mut target)
-            .trials(2)
-            .text_len(48)
+            .trials(1)
+            .text_len(24)
             .features(1e-3, |taps: &Taps| taps.hidden().unwrap().to_vec2().unwrap())
             .run();
         assert!(report.passed(), "{name}\n{report}");

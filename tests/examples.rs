@@ -174,8 +174,21 @@ fn mistakes_are_named() {
     }
     #[cfg(not(feature = "hub"))]
     assert!(stderr(&run("generate", &["--target", "someone/model"])).contains("--features hub"));
-    if !candle_core::utils::cuda_is_available() {
-        assert!(stderr(&run("generate", &["--device", "cuda"])).contains("candle-core/cuda"));
+    #[cfg(not(feature = "cuda"))]
+    for (name, args) in [
+        ("generate", ["--device", "cuda"]),
+        ("bench_decode", ["--device", "cuda:1"]),
+        ("bench_decode", ["--random", "qwen3-8b"]),
+    ] {
+        assert!(stderr(&run(name, &args)).contains("--features cuda"), "{name} {args:?}");
+    }
+    #[cfg(feature = "cuda")]
+    for (name, args, part) in [
+        ("bench_decode", &["--random", "qwen3-8b"][..], "with --device cuda"),
+        ("bench_decode", &["--device", "cuda", "--random", "cube"], "qwen3-4b, qwen3-8b"),
+        ("conformance", &["--device", "cuda", "file.json"], "accepted: cpu"),
+    ] {
+        assert!(stderr(&run(name, args)).contains(part), "{name} {args:?}");
     }
 }
 
@@ -314,7 +327,10 @@ fn conformance_refuses_what_it_cannot_read() {
 #[test]
 fn bench_decode_measures_all_and_compares_texts() {
     let folder = tempfile::tempdir().unwrap();
-    let prompts = write(&folder, "prompts.json", &json!([PROMPT, "The quick brown fox"]));
+    let case = &golden("decode-tiny-qwen3.json")["cases"][0];
+    let tokens =
+        json!({ "prompt_ids": case["prompt_ids"], "autoregressive": case["autoregressive"] });
+    let prompts = write(&folder, "prompts.json", &json!({ "cases": [PROMPT, tokens] }));
     let json: PathBuf = folder.path().join("result.json");
     let args =
         ["--repeat", "2", "--budgets", "4,8", "--max-new-tokens", "8", "--prompts", &prompts];
@@ -322,6 +338,7 @@ fn bench_decode_measures_all_and_compares_texts() {
     assert!(table.contains("All texts are equal."), "{table}");
     let result: Value = serde_json::from_str(&fs::read_to_string(json).unwrap()).unwrap();
     assert_eq!((&result["prompts"], &result["texts_equal"]), (&json!(2), &json!(true)));
+    assert_eq!(result["references"], json!({ "prompts": 1, "equal": 1 }));
     let arms = result["arms"].as_array().unwrap();
     let names: Vec<&str> = arms.iter().map(|arm| arm["name"].as_str().unwrap()).collect();
     assert_eq!(names, ["ar", "chain", "tree 4", "tree 8"]);
@@ -338,9 +355,21 @@ fn bench_decode_measures_all_and_compares_texts() {
             .sum();
         let total = stages["total"].as_f64().unwrap();
         assert!(sum > 0.0 && sum <= total, "stages {sum}, total {total}");
+        let outside = arm["percent_outside_models"]["median"].as_f64().unwrap();
+        assert!((0.0..100.0).contains(&outside), "{outside}");
     }
     assert_eq!(arms[0]["vs_ar"], json!({ "median": 1.0, "min": 1.0, "max": 1.0 }));
     assert_eq!(arms[0]["tau"], 1.0);
+
+    let nothing = write(&folder, "nothing.json", &json!([{ "text": "a" }]));
+    let chat = write(&folder, "chat.json", &json!([{ "prompt_ids": [5] }]));
+    for (args, part) in [
+        (["--prompts", &nothing, "--repeat=1"], "accepted: a string, or an object"),
+        (["--prompts", &chat, "--chat"], "--chat: found tokens"),
+    ] {
+        let output = run("bench_decode", &args);
+        assert!(stderr(&output).contains(part), "{args:?}: {}", stderr(&output));
+    }
 }
 
 #[test]

@@ -1,11 +1,21 @@
-//! Measures every algorithm on the same prompts, in alternating order.
+//! Measures every algorithm on the same prompts, in alternating order; on a GPU, also the parts of a
+//! round at the shape of a model that is not at hand.
 //!
 //! `cargo run --release --example bench_decode`
 
 #[path = "../common/mod.rs"]
 mod common;
+mod cpu;
+#[cfg(feature = "cuda")]
+mod cuda;
+mod figures;
+#[cfg(feature = "cuda")]
+#[path = "../common/gpu.rs"]
+mod gpu;
 mod measure;
 mod prompts;
+#[cfg(feature = "cuda")]
+mod random;
 mod report;
 #[path = "../common/sampling.rs"]
 mod sampling;
@@ -14,11 +24,18 @@ use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
-use common::{device::DeviceArgs, models::ModelArgs, models::Models};
+use common::{
+    device::{DeviceArgs, Place},
+    models::{ModelArgs, Models},
+};
+use cpu::CpuPair;
+#[cfg(feature = "cuda")]
+use ddtree::candle::cuda::Gpu;
 use indicatif::ProgressBar;
-use measure::{Arm, Bench, Measured};
+use measure::{Arm, Job, Pair};
 use report::{Report, Setting};
 use sampling::SamplingArgs;
+use serde_json::Value;
 
 /// Measures ar, chain and trees of several budgets on the same prompts.
 ///
@@ -29,6 +46,7 @@ use sampling::SamplingArgs;
   bench_decode --repeat 10 --json result.json
   bench_decode --temperature 1 --seeds 3 --uncoupled --repeat 1
   bench_decode --target SmolLM2-135M-Instruct.gguf --drafter smollm2-dflash/ --chat --prompts prompts.txt --budgets 8,32
+  bench_decode --device cuda --dtype bf16 --random qwen3-8b --budgets 16,63,127
 
 Compare ratios, not tokens per second, and quote the spread. Without --release all figures mislead.")]
 struct Args {
@@ -38,13 +56,23 @@ struct Args {
     #[command(flatten)]
     device: DeviceArgs,
 
-    /// Prompts: one per line, or JSON (a list of strings, or a golden file) [default: twelve short ones]
+    /// Prompts: one per line, or JSON: a list, or an object with a list of `cases`, of texts or of
+    /// objects with `prompt` or tokens as `prompt_ids` [default: twelve short ones]
     #[arg(long, value_name = "FILE")]
     prompts: Option<PathBuf>,
 
     /// Put every prompt into the target's chat template
     #[arg(long)]
     chat: bool,
+
+    /// Instead of texts, measure the parts of a round with random weights on a GPU. SHAPE: qwen3-4b,
+    /// qwen3-8b (needs `--features cuda` and --device cuda)
+    #[arg(long, value_name = "SHAPE", conflicts_with_all = ["target", "drafter", "prompts", "chat"])]
+    random: Option<String>,
+
+    /// With --random: rows committed before rounds are timed
+    #[arg(long, value_name = "ROWS", default_value_t = 1024)]
+    context: usize,
 
     /// Nodes of the trees to measure
     #[arg(long, value_name = "NODES", value_delimiter = ',', default_value = "4,16,64")]
@@ -86,55 +114,88 @@ fn main() -> Result<()> {
         args.max_new_tokens > 1,
         "--max-new-tokens: accepted: at least 2, as the first comes from the prompt"
     );
-    let prompts = match &args.prompts {
-        None => prompts::BUILT_IN.map(str::to_owned).to_vec(),
-        Some(path) => {
-            prompts::read(path).with_context(|| format!("--prompts {}", path.display()))?
-        }
+    let json = match &args.random {
+        None => texts(&args)?,
+        Some(shape) => random(shape, &args)?,
     };
-    let models = Models::load(&args.models, &args.device, true, true)?;
-    let encode = |prompt: &String| models.text.encode(prompt, args.chat);
-    let prompt_ids: Vec<Vec<u32>> = prompts.iter().map(encode).collect::<Result<_>>()?;
-
-    // A prompt with another seed is another text.
-    let prompt_ids = vec![prompt_ids; args.seeds].concat();
-
-    let arms = Arm::all(&args.budgets, args.uncoupled);
-    let mut bench = Bench::new(models, args.max_new_tokens, args.sampling.sampling())?;
-    let progress = ProgressBar::new((args.repeat * prompt_ids.len() * arms.len()) as u64);
-    for arm in &arms {
-        bench.run(*arm, &prompt_ids[0], 0)?; // warms caches and buffers up
-    }
-    let mut measured = Measured::new(arms.clone(), args.repeat, prompt_ids.len());
-    for repeat in 0..args.repeat {
-        for (prompt, ids) in prompt_ids.iter().enumerate() {
-            let mut order: Vec<usize> = (0..arms.len()).collect();
-            if (repeat + prompt) % 2 == 1 {
-                order.reverse();
-            }
-            for arm in order {
-                let seed = args.sampling.seed + prompt as u64;
-                measured.add(repeat, prompt, arm, bench.run(arms[arm], ids, seed)?);
-                progress.inc(1);
-            }
-        }
-    }
-    progress.finish_and_clear();
-
-    let explain = |difference| bench.explain(difference, &prompt_ids);
-    let difference = measured.difference.as_ref().map(explain).transpose()?;
-    let setting = Setting {
-        target: bench.name(),
-        device: &args.device.describe(),
-        max_new_tokens: args.max_new_tokens,
-        temperature: args.sampling.temperature,
-        seeds: args.seeds,
-    };
-    let report = Report::new(&setting, &measured, difference);
-    print!("{report}");
     if let Some(path) = &args.json {
-        let json = serde_json::to_string_pretty(&report.json())?;
+        let json = serde_json::to_string_pretty(&json)?;
         std::fs::write(path, json).with_context(|| format!("cannot write {}", path.display()))?;
     }
     Ok(())
+}
+
+#[cfg(feature = "cuda")]
+fn random(shape: &str, args: &Args) -> Result<Value> {
+    let Place::Cuda(ordinal) = args.device.device else {
+        anyhow::bail!("--random: accepted: with --device cuda");
+    };
+    ensure!(args.context > 0, "--context: found 0, accepted: at least 1");
+    let rounds = random::Rounds {
+        context: args.context,
+        budgets: args.budgets.clone(),
+        repeats: args.repeat,
+    };
+    let report = random::measure(shape, ordinal, args.device.dtype, &rounds)?;
+    print!("{report}");
+    Ok(report.json())
+}
+
+#[cfg(not(feature = "cuda"))]
+fn random(_: &str, _: &Args) -> Result<Value> {
+    anyhow::bail!("--random: this build has no GPU engine: build it with `--features cuda`");
+}
+
+/// Measures whole texts.
+fn texts(args: &Args) -> Result<Value> {
+    let checkpoints = args.models.find(true, true)?;
+    let prompts = match &args.prompts {
+        None => prompts::built_in(&checkpoints.text, args.chat)?,
+        Some(path) => prompts::read(path, &checkpoints.text, args.chat)
+            .with_context(|| format!("--prompts {}", path.display()))?,
+    };
+    let (mut pair, stop_tokens, device, warm_up): (Box<dyn Pair>, _, _, _) =
+        match args.device.device {
+            Place::Cpu => {
+                let models = Models::load(&checkpoints, args.device.dtype)?;
+                let stop_tokens = models.stop_tokens().to_vec();
+                (Box::new(CpuPair::new(models)?), stop_tokens, args.device.describe(), 1)
+            }
+            #[cfg(feature = "cuda")]
+            Place::Cuda(ordinal) => {
+                let longest = prompts.iter().map(|prompt| prompt.ids.len()).max().unwrap_or(0);
+                let budget = args.budgets.iter().copied().max().unwrap_or(0);
+                let (gpu, dtype) = (Gpu::new(ordinal)?, args.device.dtype);
+                let rows = longest + args.max_new_tokens;
+                let models = gpu::GpuModels::load(&checkpoints, &gpu, dtype, rows, budget)?;
+                let device = format!("{}, {}", gpu.name()?, dtype.as_str());
+                let stop_tokens = models.stop_tokens.clone();
+                // Every width of a pass is captured as a graph when it first comes up.
+                (Box::new(cuda::CudaPair::new(models)?), stop_tokens, device, prompts.len())
+            }
+        };
+    let job = Job {
+        // A prompt with another seed is another text.
+        prompts: vec![prompts; args.seeds].concat(),
+        arms: Arm::all(&args.budgets, args.uncoupled),
+        max_new_tokens: args.max_new_tokens,
+        stop_tokens,
+        sampling: args.sampling.sampling(),
+        seed: args.sampling.seed,
+        repeats: args.repeat,
+        warm_up,
+    };
+    let progress = ProgressBar::new(job.texts() as u64);
+    let measured = job.run(&mut *pair, || progress.inc(1))?;
+    progress.finish_and_clear();
+    let differences = measured.differences(&mut *pair, &job.prompts)?;
+    let setting = Setting {
+        target: &checkpoints.name,
+        device: &device,
+        temperature: args.sampling.temperature,
+        seeds: args.seeds,
+    };
+    let report = Report::new(&setting, &job, &measured, differences);
+    print!("{report}");
+    Ok(report.json())
 }

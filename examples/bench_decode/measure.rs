@@ -1,15 +1,11 @@
-//! One text at a time, timed.
+//! Whole texts, timed.
 
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result};
-use ddtree::{
-    Algorithm, Config, Decoder, Drafter, NoDrafter, Request, Sampling, Stage,
-    candle::{CandleTarget, Forward, Taps, Want, dflash::DFlash},
-    top_k,
-};
+use anyhow::Result;
+use ddtree::{Algorithm, Config, Decoder, Engine, ErrorOf, Request, Sampling, Stage};
 
-use crate::common::models::Models;
+use crate::prompts::Prompt;
 
 /// What is compared.
 #[derive(Clone, Copy, Debug)]
@@ -35,6 +31,10 @@ impl Arm {
         arms
     }
 
+    pub fn config(&self) -> Config {
+        Config::new(self.algorithm).budget(self.budget).coupled(self.coupled)
+    }
+
     pub fn name(&self) -> String {
         let name = match self.algorithm {
             Algorithm::Tree => format!("tree {}", self.budget),
@@ -48,6 +48,20 @@ impl Arm {
 pub const AR: usize = 0;
 /// The arm with chains.
 pub const CHAIN: usize = 1;
+
+/// Indices of `arms` arms in the order of a turn: from one turn to the next it alternates.
+pub fn order(arms: usize, turn: usize) -> impl Iterator<Item = usize> {
+    (0..arms).map(move |at| if turn.is_multiple_of(2) { at } else { arms - 1 - at })
+}
+
+/// A target and its drafter, wherever they run.
+pub trait Pair {
+    /// Generates a text, with the drafter if `drafting`.
+    fn run(&mut self, config: &Config, request: &Request, drafting: bool) -> Result<Sample>;
+
+    /// By how much the target's best logit exceeds the second after `tokens`, in a plain pass.
+    fn gap(&mut self, tokens: &[u32]) -> Result<f32>;
+}
 
 /// One text.
 #[derive(Debug)]
@@ -81,75 +95,21 @@ impl Totals {
     pub fn tokens_per_second(&self) -> f64 {
         self.tokens as f64 / self.time.as_secs_f64()
     }
-}
 
-/// The models, ready to run any arm.
-pub struct Bench {
-    models: Models,
-    drafter: DFlash,
-    /// Without taps, which cost a little: plain decoding has no use for them.
-    plain: CandleTarget,
-    tapped: CandleTarget,
-    max_new_tokens: usize,
-    sampling: Sampling,
-}
-
-impl Bench {
-    pub fn new(mut models: Models, max_new_tokens: usize, sampling: Sampling) -> Result<Self> {
-        let (plain, tapped) = (models.target(false)?, models.target(true)?);
-        let drafter = models.drafter.take().context("no drafter")?;
-        Ok(Self { models, drafter, plain, tapped, max_new_tokens, sampling })
-    }
-
-    pub fn name(&self) -> &str {
-        &self.models.name
-    }
-
-    /// Generates a text.
-    pub fn run(&mut self, arm: Arm, prompt: &[u32], seed: u64) -> Result<Sample> {
-        let config = Config::new(arm.algorithm).budget(arm.budget).coupled(arm.coupled);
-        let request = Request::new(prompt)
-            .max_new_tokens(self.max_new_tokens)
-            .stop_tokens(self.models.stop_tokens())
-            .sampling(self.sampling.clone().seed(seed));
-        if arm.algorithm.needs_drafter() {
-            time(&mut self.tapped, &mut self.drafter, &config, &request)
-        } else {
-            time(&mut self.plain, NoDrafter, &config, &request)
-        }
-    }
-
-    /// The target's two greatest logits where two texts part.
-    pub fn explain(&self, difference: &Difference, prompts: &[Vec<u32>]) -> Result<Explained> {
-        let tokens = [&prompts[difference.prompt], &difference.common[..]].concat();
-        let positions: Vec<u32> = (0..tokens.len() as u32).collect();
-        let mut cache = self.models.model.new_cache(tokens.len())?;
-        let pass = Forward {
-            tokens: &tokens,
-            positions: &positions,
-            start: 0,
-            mask: None,
-            tree: None,
-            want: Want::Last,
-            taps: &[],
-        };
-        let logits = self.models.model.forward(&mut cache, &pass)?.logits.context("no logits")?;
-        let row: Vec<f32> = logits.flatten_all()?.to_vec1()?;
-        let mut best = Vec::new();
-        top_k::TopK::new().top_k_log_probs(&row, 2, &mut Vec::new(), &mut best)?;
-        let gap = best.first().zip(best.get(1)).map_or(0.0, |(first, second)| first - second);
-        let token = difference.common.len();
-        Ok(Explained { difference: difference.clone(), token, gap })
+    /// Percentage of the time in which the host waits for neither model.
+    pub fn outside(&self) -> f64 {
+        let models = [Stage::Verify, Stage::Propose].map(|stage| self.stages[stage as usize]);
+        let models: Duration = models.iter().sum();
+        100.0 * (1.0 - models.as_secs_f64() / self.time.as_secs_f64())
     }
 }
 
-fn time<D: Drafter<Taps, Error: Send + Sync>>(
-    target: &mut CandleTarget,
-    drafter: D,
-    config: &Config,
-    request: &Request,
-) -> Result<Sample> {
-    let mut decoder = Decoder::new((target, drafter), config)?;
+/// Generates a text.
+pub fn time<E: Engine>(engine: E, config: &Config, request: &Request) -> Result<Sample>
+where
+    ErrorOf<E>: Send + Sync,
+{
+    let mut decoder = Decoder::new(engine, config)?;
     let since = Instant::now();
     decoder.start(request)?;
     while decoder.step()?.is_some() {}
@@ -166,33 +126,77 @@ fn time<D: Drafter<Taps, Error: Send + Sync>>(
     Ok(Sample { tokens: session.generated().to_vec(), totals })
 }
 
+/// What every text is generated with.
+#[derive(Debug)]
+pub struct Job {
+    /// A prompt that comes with several seeds is there as often.
+    pub prompts: Vec<Prompt>,
+    pub arms: Vec<Arm>,
+    pub max_new_tokens: usize,
+    pub stop_tokens: Vec<u32>,
+    pub sampling: Sampling,
+    /// The seed of the first prompt; the next one's is one more.
+    pub seed: u64,
+    pub repeats: usize,
+    /// How many of the prompts all arms run through once before anything is measured.
+    pub warm_up: usize,
+}
+
+impl Job {
+    /// Texts that are measured.
+    pub fn texts(&self) -> usize {
+        self.repeats * self.prompts.len() * self.arms.len()
+    }
+
+    /// Generates all texts; `progress` is called after each one that is measured.
+    pub fn run(&self, pair: &mut dyn Pair, progress: impl Fn()) -> Result<Measured> {
+        let (prompts, arms) = (self.prompts.len(), self.arms.len());
+        for prompt in 0..self.warm_up.min(prompts) {
+            for arm in 0..arms {
+                self.text(pair, prompt, arm)?;
+            }
+        }
+        let mut measured = Measured {
+            totals: vec![vec![Totals::default(); arms]; self.repeats],
+            texts: vec![vec![Vec::new(); arms]; prompts],
+        };
+        for repeat in 0..self.repeats {
+            for prompt in 0..prompts {
+                for arm in order(arms, repeat + prompt) {
+                    let sample = self.text(pair, prompt, arm)?;
+                    measured.totals[repeat][arm].add(&sample.totals);
+                    measured.texts[prompt][arm].push(sample.tokens);
+                    progress();
+                }
+            }
+        }
+        Ok(measured)
+    }
+
+    fn text(&self, pair: &mut dyn Pair, prompt: usize, arm: usize) -> Result<Sample> {
+        let (arm, seed) = (&self.arms[arm], self.seed + prompt as u64);
+        let request = Request::new(&self.prompts[prompt].ids)
+            .max_new_tokens(self.max_new_tokens)
+            .stop_tokens(&self.stop_tokens)
+            .sampling(self.sampling.clone().seed(seed));
+        pair.run(&arm.config(), &request, arm.algorithm.needs_drafter())
+    }
+}
+
 /// Everything measured.
 #[derive(Debug)]
 pub struct Measured {
-    pub arms: Vec<Arm>,
     /// By repeat, then by arm: all prompts together.
     pub totals: Vec<Vec<Totals>>,
-    /// Texts that are not the prompt's first one.
-    pub different: usize,
-    pub difference: Option<Difference>,
-    /// By prompt: the first text and the arm that it is from.
-    texts: Vec<Option<(usize, Vec<u32>)>>,
+    /// By prompt and arm: the texts of all repeats.
+    texts: Vec<Vec<Vec<Vec<u32>>>>,
 }
 
-/// Where two texts of one prompt part.
-#[derive(Clone, Debug)]
+/// Where a text parts from the one without a draft.
+#[derive(Clone, Copy, Debug)]
 pub struct Difference {
     pub prompt: usize,
-    /// Indices of the arms.
-    pub arms: [usize; 2],
-    /// The tokens before.
-    common: Vec<u32>,
-}
-
-/// A difference and how it may come about.
-#[derive(Clone, Debug)]
-pub struct Explained {
-    pub difference: Difference,
+    pub arm: usize,
     /// Index of the first token that differs.
     pub token: usize,
     /// By how much the target's best logit there exceeds the second, in a plain pass.
@@ -200,26 +204,38 @@ pub struct Explained {
 }
 
 impl Measured {
-    pub fn new(arms: Vec<Arm>, repeats: usize, prompts: usize) -> Self {
-        let totals = vec![vec![Totals::default(); arms.len()]; repeats];
-        Self { arms, totals, different: 0, difference: None, texts: vec![None; prompts] }
-    }
-
-    pub fn prompts(&self) -> usize {
-        self.texts.len()
-    }
-
-    pub fn add(&mut self, repeat: usize, prompt: usize, arm: usize, sample: Sample) {
-        self.totals[repeat][arm].add(&sample.totals);
-        let Some((first, text)) = &self.texts[prompt] else {
-            self.texts[prompt] = Some((arm, sample.tokens));
-            return;
+    /// How many texts are not the prompt's first one without a draft.
+    pub fn different(&self) -> usize {
+        let differ = |arms: &Vec<Vec<Vec<u32>>>| {
+            arms.iter().flatten().filter(|text| **text != arms[AR][0]).count()
         };
-        if *text != sample.tokens {
-            let common = text.iter().zip(&sample.tokens).take_while(|(a, b)| a == b);
-            let common = common.map(|(&token, _)| token).collect();
-            self.difference.get_or_insert(Difference { prompt, arms: [*first, arm], common });
-            self.different += 1;
+        self.texts.iter().map(differ).sum()
+    }
+
+    /// Where they part, for each prompt and arm the first one.
+    pub fn differences(&self, pair: &mut dyn Pair, prompts: &[Prompt]) -> Result<Vec<Difference>> {
+        let mut all = Vec::new();
+        for (prompt, arms) in self.texts.iter().enumerate() {
+            let base = &arms[AR][0];
+            for (arm, texts) in arms.iter().enumerate() {
+                let Some(text) = texts.iter().find(|text| *text != base) else { continue };
+                let token = base.iter().zip(text).take_while(|(a, b)| a == b).count();
+                let tokens = [&prompts[prompt].ids, &base[..token]].concat();
+                all.push(Difference { prompt, arm, token, gap: pair.gap(&tokens)? });
+            }
         }
+        Ok(all)
+    }
+
+    /// How many prompts have a reference, and how many of these the text without a draft is the same for, as far
+    /// as both go.
+    pub fn references(&self, prompts: &[Prompt]) -> (usize, usize) {
+        let pairs = self.texts.iter().zip(prompts);
+        let same = pairs.filter_map(|(arms, prompt)| {
+            let (text, expected) = (&arms[AR][0], prompt.expected.as_ref()?);
+            let len = text.len().min(expected.len());
+            Some(text[..len] == expected[..len])
+        });
+        same.fold((0, 0), |(all, equal), same| (all + 1, equal + usize::from(same)))
     }
 }

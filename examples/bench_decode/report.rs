@@ -1,18 +1,20 @@
-//! Figures for people and for programs.
+//! What whole texts took, for people and for programs.
 
 use std::fmt;
 
 use ddtree::Stage;
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
-use crate::measure::{AR, Arm, CHAIN, Explained, Measured, Totals};
+use crate::{
+    figures::{Spread, table},
+    measure::{AR, Arm, CHAIN, Difference, Job, Measured, Totals},
+};
 
-/// What was measured, apart from the arms.
+/// What was measured, apart from the job.
 #[derive(Debug)]
 pub struct Setting<'a> {
     pub target: &'a str,
     pub device: &'a str,
-    pub max_new_tokens: usize,
     pub temperature: f32,
     pub seeds: usize,
 }
@@ -21,8 +23,12 @@ pub struct Setting<'a> {
 #[derive(Debug)]
 pub struct Report<'a> {
     setting: &'a Setting<'a>,
-    measured: &'a Measured,
-    difference: Option<Explained>,
+    job: &'a Job,
+    /// Texts that are not the ones without a draft.
+    different: usize,
+    differences: Vec<Difference>,
+    /// Prompts that have a reference, and how many of their texts equal it.
+    references: (usize, usize),
     rows: Vec<Row>,
 }
 
@@ -33,23 +39,17 @@ struct Row {
     tokens_per_second: Spread,
     vs_ar: Spread,
     vs_chain: Spread,
+    outside: Spread,
     /// Of all repeats together.
     totals: Totals,
-}
-
-/// The middle of several runs, and how far they lie apart.
-#[derive(Clone, Copy, Debug)]
-struct Spread {
-    median: f64,
-    min: f64,
-    max: f64,
 }
 
 impl<'a> Report<'a> {
     pub fn new(
         setting: &'a Setting<'a>,
-        measured: &'a Measured,
-        difference: Option<Explained>,
+        job: &'a Job,
+        measured: &Measured,
+        differences: Vec<Difference>,
     ) -> Self {
         let speed = |repeat: &Vec<Totals>, arm: usize| repeat[arm].tokens_per_second();
         // Ratios are taken within a repeat, where the machine was in one state.
@@ -60,22 +60,29 @@ impl<'a> Report<'a> {
         let row = |(arm, what): (usize, &Arm)| {
             let mut totals = Totals::default();
             measured.totals.iter().for_each(|repeat| totals.add(&repeat[arm]));
+            let outside = measured.totals.iter().map(|repeat| repeat[arm].outside());
             Row {
                 name: what.name(),
                 tokens_per_second: spread(arm, None),
                 vs_ar: spread(arm, Some(AR)),
                 vs_chain: spread(arm, Some(CHAIN)),
+                outside: Spread::of(outside.collect()),
                 totals,
             }
         };
-        let rows = measured.arms.iter().enumerate().map(row).collect();
-        Self { setting, measured, difference, rows }
+        let rows = job.arms.iter().enumerate().map(row).collect();
+        let references = measured.references(&job.prompts);
+        Self { setting, job, different: measured.different(), differences, references, rows }
+    }
+
+    fn prompts(&self) -> usize {
+        self.job.prompts.len() / self.setting.seeds
     }
 
     /// The same for programs.
     pub fn json(&self) -> Value {
         let arm = |row: &Row| {
-            let mut ms_per_round = serde_json::Map::new();
+            let mut ms_per_round = Map::new();
             ms_per_round.insert("total".to_owned(), row.ms_per_round().into());
             for stage in STAGES {
                 ms_per_round.insert(stage.name().to_owned(), row.stage_ms(stage).into());
@@ -90,35 +97,36 @@ impl<'a> Report<'a> {
                 "rounds": row.totals.rounds,
                 "tokens": row.totals.tokens,
                 "ms_per_round": ms_per_round,
+                "percent_outside_models": row.outside.json(),
             })
         };
-        let difference = self.difference.as_ref().map(|explained| {
-            let name = |arm: usize| &self.rows[arm].name;
+        let difference = |difference: &Difference| {
             json!({
-                "texts": self.measured.different,
-                "prompt": explained.difference.prompt,
-                "arms": explained.difference.arms.map(name),
-                "token": explained.token,
-                "top_2_gap": explained.gap,
+                "prompt": difference.prompt,
+                "arm": self.rows[difference.arm].name,
+                "token": difference.token,
+                "top_2_gap": difference.gap,
             })
-        });
+        };
         json!({
             "target": self.setting.target,
             "device": self.setting.device,
-            "prompts": self.measured.prompts() / self.setting.seeds,
+            "prompts": self.prompts(),
             "seeds": self.setting.seeds,
             "temperature": self.setting.temperature,
-            "max_new_tokens": self.setting.max_new_tokens,
-            "repeats": self.measured.totals.len(),
-            "texts_equal": self.difference.is_none(),
-            "first_difference": difference,
+            "max_new_tokens": self.job.max_new_tokens,
+            "repeats": self.job.repeats,
+            "texts_equal": self.different == 0,
+            "texts_different": self.different,
+            "differences": self.differences.iter().map(difference).collect::<Vec<_>>(),
+            "references": { "prompts": self.references.0, "equal": self.references.1 },
             "arms": self.rows.iter().map(arm).collect::<Vec<_>>(),
         })
     }
 }
 
 /// The stages of a round.
-const STAGES: [Stage; 6] =
+pub const STAGES: [Stage; 6] =
     [Stage::Observe, Stage::Propose, Stage::Build, Stage::Verify, Stage::Walk, Stage::Commit];
 
 impl Row {
@@ -144,31 +152,10 @@ impl Row {
     }
 }
 
-impl Spread {
-    fn of(mut values: Vec<f64>) -> Self {
-        values.sort_by(f64::total_cmp);
-        let (low, high) = ((values.len() - 1) / 2, values.len() / 2);
-        Self {
-            median: (values[low] + values[high]) / 2.0,
-            min: values[0],
-            max: values[values.len() - 1],
-        }
-    }
-
-    fn json(self) -> Value {
-        json!({ "median": self.median, "min": self.min, "max": self.max })
-    }
-
-    fn show(self, digits: usize) -> String {
-        let Self { median, min, max } = self;
-        format!("{median:.digits$} ({min:.digits$}..{max:.digits$})")
-    }
-}
-
 impl fmt::Display for Report<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Setting { target, device, max_new_tokens, temperature, seeds } = self.setting;
-        let (prompts, repeats) = (self.measured.prompts() / seeds, self.measured.totals.len());
+        let Setting { target, device, temperature, seeds } = self.setting;
+        let (prompts, Job { max_new_tokens, repeats, .. }) = (self.prompts(), self.job);
         writeln!(
             f,
             "{target} ({device}), temperature {temperature}: {prompts} prompts with {seeds} seeds, \
@@ -182,7 +169,7 @@ impl fmt::Display for Report<'_> {
                 row.tokens_per_second.show(1),
                 row.vs_ar.show(2),
                 row.vs_chain.show(2),
-                format!("{:.2}", row.tau()),
+                format!("{:.3}", row.tau()),
                 format!("{:.1}", row.nodes_per_round()),
             ]
         };
@@ -190,44 +177,33 @@ impl fmt::Display for Report<'_> {
 
         let mut head = vec!["ms/round", "total"];
         head.extend(STAGES.map(Stage::name));
+        head.push("outside the models");
         let stages = |row: &Row| {
             let mut cells = vec![row.name.clone(), format!("{:.3}", row.ms_per_round())];
             cells.extend(STAGES.map(|stage| format!("{:.3}", row.stage_ms(stage))));
+            cells.push(format!("{} %", row.outside.show(1)));
             cells
         };
         table(f, &head, self.rows.iter().map(stages).collect())?;
 
-        match &self.difference {
-            None => writeln!(f, "All texts are equal."),
-            Some(explained) => {
-                let [one, other] = explained.difference.arms.map(|arm| &self.rows[arm].name);
-                writeln!(
-                    f,
-                    "{} texts differ. First: prompt {}, {one} and {other}, from token {} on, where \
-                     the target's two greatest logits are {:.6} apart.",
-                    self.measured.different,
-                    explained.difference.prompt + 1,
-                    explained.token + 1,
-                    explained.gap
-                )
-            }
+        let (references, equal) = self.references;
+        if references > 0 {
+            writeln!(f, "{equal} of {references} texts without a draft equal the file's.")?;
         }
+        let Some(first) = self.differences.first() else {
+            return writeln!(f, "All texts are equal.");
+        };
+        let gaps = self.differences.iter().map(|difference| f64::from(difference.gap));
+        let gaps = Spread::of(gaps.collect());
+        writeln!(
+            f,
+            "{} texts differ from those without a draft, first that of prompt {} with {} from token \
+             {} on.\nWhere a prompt's texts part, the two greatest logits are apart by {}.",
+            self.different,
+            first.prompt + 1,
+            self.rows[first.arm].name,
+            first.token + 1,
+            gaps.show(6)
+        )
     }
-}
-
-/// A table with a line for the head; numbers are to the right.
-fn table(f: &mut fmt::Formatter<'_>, head: &[&str], rows: Vec<Vec<String>>) -> fmt::Result {
-    let mut lines = vec![head.iter().map(|&cell| cell.to_owned()).collect::<Vec<_>>()];
-    lines.extend(rows);
-    let widths: Vec<usize> = (0..head.len())
-        .map(|column| lines.iter().map(|line| line[column].len()).max().unwrap_or(0))
-        .collect();
-    for line in lines {
-        let mut text = format!("{:<width$}", line[0], width = widths[0]);
-        for (cell, width) in line.iter().zip(&widths).skip(1) {
-            text += &format!("  {cell:>width$}");
-        }
-        writeln!(f, "{}", text.trim_end())?;
-    }
-    writeln!(f)
 }

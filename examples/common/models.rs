@@ -3,10 +3,11 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, bail, ensure};
+use candle_core::{DType, Device};
 use ddtree::candle::{CandleTarget, DecoderModel, dflash::DFlash};
 use indicatif::{ProgressBar, ProgressStyle};
 
-use super::{device::DeviceArgs, text::Text};
+use super::text::Text;
 
 /// The pair that comes with the repository.
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/tiny-qwen3");
@@ -25,33 +26,29 @@ pub struct ModelArgs {
     pub drafter: Option<String>,
 }
 
-/// The loaded models.
+/// What the options name, found but for the weights not read.
 #[derive(Debug)]
-pub struct Models {
-    pub model: DecoderModel,
+pub struct Checkpoints {
+    pub target: PathBuf,
     /// `None` if none was asked for.
-    pub drafter: Option<DFlash>,
+    pub drafter: Option<PathBuf>,
     pub text: Text,
     /// For people: where the target comes from.
     pub name: String,
+    progress: bool,
 }
 
-impl Models {
-    /// Loads what `args` name, the drafter only if `drafting`. `progress` shows that something is going
-    /// on, if stderr is a terminal.
-    pub fn load(
-        args: &ModelArgs,
-        device: &DeviceArgs,
-        drafting: bool,
-        progress: bool,
-    ) -> Result<Self> {
+impl ModelArgs {
+    /// Finds what is named, the drafter only if `drafting`. `progress` shows that something is going on,
+    /// then and later, if stderr is a terminal.
+    pub fn find(&self, drafting: bool, progress: bool) -> Result<Checkpoints> {
         let tiny = |part| Path::new(TINY).join(part);
         let spinner = spinner(progress);
-        let target = match &args.target {
+        let target = match &self.target {
             Some(name) => resolve("--target", name, &spinner)?,
             None => tiny("target"),
         };
-        let drafter = match (&args.drafter, &args.target) {
+        let drafter = match (&self.drafter, &self.target) {
             _ if !drafting => None,
             (Some(name), _) => Some(resolve("--drafter", name, &spinner)?),
             (None, None) => Some(tiny("drafter")),
@@ -59,20 +56,53 @@ impl Models {
                 bail!("chain and tree need a drafter made for {target}: name it with --drafter")
             }
         };
-        spinner.set_message(format!("loading {}", target.display()));
-        let context = |path: &Path| format!("cannot load {}", path.display());
-        let model = DecoderModel::load(&target, device.dtype, &device.device)
-            .with_context(|| context(&target))?;
-        let drafter = match drafter {
-            None => None,
-            Some(path) => Some(DFlash::load(&path, &model).with_context(|| {
-                format!("cannot load {} as the drafter of {}", path.display(), target.display())
-            })?),
-        };
-        let text = Text::load(&target).with_context(|| context(&target))?;
+        let text = Text::load(&target).with_context(|| cannot_load(&target))?;
         spinner.finish_and_clear();
-        let name = args.target.clone().unwrap_or_else(|| "tiny-qwen3".to_owned());
-        Ok(Self { model, drafter, text, name })
+        let name = self.target.clone().unwrap_or_else(|| "tiny-qwen3".to_owned());
+        Ok(Checkpoints { target, drafter, text, name, progress })
+    }
+}
+
+impl Checkpoints {
+    /// Runs `load` under a sign of life. Its error says what cannot be loaded.
+    pub fn load<T>(&self, target: impl FnOnce(&Path) -> ddtree::candle::Result<T>) -> Result<T> {
+        let spinner = spinner(self.progress);
+        spinner.set_message(format!("loading {}", self.target.display()));
+        let loaded = target(&self.target).with_context(|| cannot_load(&self.target));
+        spinner.finish_and_clear();
+        loaded
+    }
+
+    /// Loads the drafter, if there is one.
+    pub fn load_drafter<T>(
+        &self,
+        drafter: impl FnOnce(&Path) -> ddtree::candle::Result<T>,
+    ) -> Result<Option<T>> {
+        let Some(path) = &self.drafter else { return Ok(None) };
+        let context =
+            || format!("{} as the drafter of {}", cannot_load(path), self.target.display());
+        drafter(path).map(Some).with_context(context)
+    }
+}
+
+fn cannot_load(path: &Path) -> String {
+    format!("cannot load {}", path.display())
+}
+
+/// Models on the CPU.
+#[derive(Debug)]
+pub struct Models {
+    pub model: DecoderModel,
+    /// `None` if none was asked for.
+    pub drafter: Option<DFlash>,
+}
+
+impl Models {
+    /// Loads checkpoints.
+    pub fn load(checkpoints: &Checkpoints, dtype: DType) -> Result<Self> {
+        let model = checkpoints.load(|target| DecoderModel::load(target, dtype, &Device::Cpu))?;
+        let drafter = checkpoints.load_drafter(|drafter| DFlash::load(drafter, &model))?;
+        Ok(Self { model, drafter })
     }
 
     /// An empty cache for the target, as long as the model allows. It captures what the drafter reads

@@ -7,6 +7,9 @@ use serde_json::{Map, Value};
 use super::rope::{RopeConfig, RopeScaling};
 use super::{Error, Result};
 
+/// More layers than any model has: a damaged count must not become an allocation.
+pub(crate) const MAX_LAYERS: usize = 4096;
+
 /// The decoder families that one configuration describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
@@ -219,6 +222,10 @@ impl DecoderConfig {
         let (rope, max_positions) =
             rope_config(fields, architecture, head_dim, max_position_embeddings)?;
         let num_layers = fields.positive("num_hidden_layers")?;
+        if num_layers > MAX_LAYERS {
+            let accepted = format!("at most {MAX_LAYERS}");
+            return Err(Error::config("num_hidden_layers", num_layers, accepted));
+        }
         let attention_bias = fields.bool("attention_bias", false)?;
         let bos = fields.token_ids("bos_token_id")?;
         Ok(Self {
@@ -517,7 +524,7 @@ fn rope_config(
                 Some(_) => rope.positive_f64("factor")?,
                 None => max_positions as f64 / original as f64,
             };
-            reach = reach.max((original as f64 * factor) as usize);
+            reach = reach.max((original as f64 * factor) as u32 as usize);
             let scaling = RopeScaling::Yarn {
                 factor,
                 beta_fast: rope.opt_f64("beta_fast")?.unwrap_or(32.0),

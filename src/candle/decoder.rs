@@ -2,14 +2,14 @@
 
 use std::path::Path;
 
-use candle_core::{D, DType, Device, Tensor};
+use candle_core::{D, DType, Device, Tensor, utils};
 use candle_nn::{Module, RmsNorm};
 
 use super::attention::{LayerMask, Segment};
 use super::delta_net::GatedDeltaNet;
 use super::gated_attention::GatedAttention;
 use super::layers::{self, AttentionParts, Embedding, Heads, LmHead, Mlp, SelfAttention};
-use super::rope::RopeTable;
+use super::rope::Rope;
 use super::state_cache::StateCache;
 use super::{DecoderConfig, Error, Gguf, KvCache, Result, Rounding, Weights};
 use crate::{AncestorMask, DraftTree};
@@ -25,7 +25,7 @@ pub struct DecoderModel {
     layers: Vec<Layer>,
     norm: RmsNorm,
     lm_head: LmHead,
-    rope: RopeTable,
+    rope: Rope,
     dtype: DType,
     /// What norms over the residual stream apply to.
     norm_dtype: DType,
@@ -232,7 +232,7 @@ impl DecoderModel {
         }
         let norm = norm(&mut weights, &format!("{model}.norm"))?;
         weights.finish()?;
-        let rope = RopeTable::new(&config.rope, config.max_positions, dtype, &device)?;
+        let rope = Rope::new(&config.rope, config.max_positions, dtype, &device)?;
         Ok(Self {
             config,
             embed_tokens: Embedding::new(embedding),
@@ -309,9 +309,16 @@ impl DecoderModel {
         outputs.pop().ok_or_else(|| Error::argument("batch", "no output", "one"))
     }
 
-    /// Runs one pass for each of several sequences together: projections and feed-forward layers over
-    /// the rows of all, attention and recurrent layers sequence by sequence. Gives an output for each,
-    /// the same as [`forward`](Self::forward) as far as products do not depend on their number of rows.
+    /// Runs one pass for each of several sequences: products with the weights over the rows of all of
+    /// them, attention and recurrence sequence by sequence. Gives an output for each, in their order.
+    ///
+    /// On the CPU in f32, outputs and caches are those of [`forward`](Self::forward) bit for bit. That
+    /// takes sequences apart whose products alone would add their terms in another order: those that
+    /// have one row or want the logits of one, and all of a model with a product of fewer than 256
+    /// outputs. They gain nothing from the batch.
+    ///
+    /// On other devices all sequences run as one, and their products round as the device does for that
+    /// number of rows.
     ///
     /// # Errors
     /// As [`forward`](Self::forward), for any of the sequences.
@@ -319,9 +326,52 @@ impl DecoderModel {
         for (cache, pass) in &*batch {
             self.check(cache, pass)?;
         }
-        if batch.is_empty() {
-            return Ok(Vec::new());
+        let mut outputs = Vec::with_capacity(batch.len());
+        let (mut together, mut indices) = (Vec::new(), Vec::new());
+        for (index, (cache, pass)) in batch.iter_mut().enumerate() {
+            if self.rounds_alike(pass) {
+                together.push((&mut **cache, *pass));
+                indices.push(index);
+            } else {
+                let alone = self.run(&mut [(&mut **cache, *pass)])?;
+                outputs.extend(alone.into_iter().map(|output| (index, output)));
+            }
         }
+        if !together.is_empty() {
+            outputs.extend(indices.into_iter().zip(self.run(&mut together)?));
+        }
+        outputs.sort_unstable_by_key(|(index, _)| *index);
+        Ok(outputs.into_iter().map(|(_, output)| output).collect())
+    }
+
+    /// Whether the products of `pass` alone give each row the bits that they give it among more rows.
+    ///
+    /// candle's products on the CPU (gemm 0.19) sum an element's terms in the same order whatever the
+    /// number of rows and threads, with three exceptions: one row, a result of at most 256 elements, and
+    /// one of at most 64 x 64. `tests/candle_batch.rs` fails if that changes. The libraries that candle
+    /// can use instead promise nothing of the kind.
+    fn rounds_alike(&self, pass: &Forward<'_>) -> bool {
+        if !self.device.is_cpu() {
+            return true;
+        }
+        let other_library = utils::has_mkl() || utils::has_accelerate();
+        let one_row = pass.tokens.len() == 1 || pass.wanted() == 1;
+        !other_library && !one_row && self.narrowest_product() >= 256
+    }
+
+    /// The fewest outputs that a product with weights has.
+    fn narrowest_product(&self) -> usize {
+        let config = &self.config;
+        let qkv = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim;
+        let delta_net = config.hybrid.as_ref().map(|hybrid| hybrid.delta_net.channels());
+        let narrowest =
+            config.hidden_size.min(config.vocab_size).min(qkv).min(2 * config.intermediate_size);
+        narrowest.min(delta_net.unwrap_or(narrowest))
+    }
+
+    /// [`forward_batch`](Self::forward_batch) of sequences that run as one, of which there is one at
+    /// least.
+    fn run(&self, batch: &mut [(&mut KvCache, Forward<'_>)]) -> Result<Vec<Output>> {
         let (mut tokens, mut positions) = (Vec::new(), Vec::new());
         for (cache, pass) in &mut *batch {
             let n = pass.tokens.len();
@@ -354,14 +404,10 @@ impl DecoderModel {
                     attention.forward(&normed, &rotation, &segments, cached)?
                 }
                 Mixer::DeltaNet(net) => {
-                    let mut mixed = Vec::with_capacity(batch.len());
-                    let mut first = 0;
-                    for (cache, pass) in &mut *batch {
-                        let rows = normed.narrow(0, first, pass.tokens.len())?;
-                        mixed.push(net.forward(&rows, cache.states_mut(), cached)?);
-                        first += pass.tokens.len();
-                    }
-                    Tensor::cat(&mixed, 0)?
+                    let states = batch
+                        .iter_mut()
+                        .map(|(cache, pass)| (pass.tokens.len(), cache.states_mut()));
+                    net.forward(&normed, states, cached)?
                 }
             };
             x = (x + mixed)?;

@@ -66,23 +66,39 @@ impl GatedDeltaNet {
         })
     }
 
-    /// Mixes the new rows `x` (`[n, hidden_size]`) as the pass that `states` has begun says. Gives
-    /// `[n, hidden_size]` in the type of the residual stream.
-    pub(crate) fn forward(
+    /// Mixes the new rows `x` (`[n, hidden_size]`) of sequences, given by their numbers of rows and
+    /// their states, as the passes that the states have begun say. Gives `[n, hidden_size]` in the type
+    /// of the residual stream.
+    pub(crate) fn forward<'a>(
         &self,
         x: &Tensor,
-        states: Option<&mut StateCache>,
+        sequences: impl Iterator<Item = (usize, Option<&'a mut StateCache>)>,
         layer: usize,
     ) -> Result<Tensor> {
-        let states = states
-            .ok_or_else(|| Error::argument("cache", "no states", "a cache of this decoder"))?;
-        let (shape, n) = (&self.shape, x.dim(0)?);
+        let n = x.dim(0)?;
         // One copy to the host, whatever the device.
         let projected = self.input.forward(x)?.to_dtype(DType::F32)?;
         let projected: Vec<f32> = projected.flatten_all()?.to_vec1()?;
+        let mut rest = projected.as_slice();
+        let mut output = Vec::with_capacity(n * self.shape.value_size());
+        for (rows, states) in sequences {
+            let states = states
+                .ok_or_else(|| Error::argument("cache", "no states", "a cache of this decoder"))?;
+            let (lines, after) = rest.split_at(rows * (projected.len() / n));
+            output.append(&mut self.mix(lines, states.layer(layer)));
+            rest = after;
+        }
+        let output = Tensor::from_vec(output, (n, self.shape.value_size()), x.device())?;
+        project_residual(&self.output, &output)
+    }
+
+    /// What lies between the two projections, for the rows of one sequence.
+    fn mix(&self, projected: &[f32], mut pass: LayerPass<'_>) -> Vec<f32> {
+        let shape = &self.shape;
         let widths = [shape.channels(), shape.value_size(), shape.value_heads, shape.value_heads];
-        let mut parts = widths.map(|width| Vec::with_capacity(n * width));
-        for mut line in projected.chunks_exact(widths.iter().sum()) {
+        let lines = projected.chunks_exact(widths.iter().sum());
+        let mut parts = widths.map(|width| Vec::with_capacity(lines.len() * width));
+        for mut line in lines {
             for (part, width) in parts.iter_mut().zip(widths) {
                 let (values, rest) = line.split_at(width);
                 part.extend_from_slice(values);
@@ -90,15 +106,11 @@ impl GatedDeltaNet {
             }
         }
         let [inputs, gate, b, a] = parts;
-
-        let mut pass = states.layer(layer);
         let mixed = self.convolve(&inputs, &pass);
-        let rows = self.rows(&mixed, &b, &a);
-        let mut output = pass.run(&rows);
+        let mut output = pass.run(&self.rows(&mixed, &b, &a));
         pass.keep_inputs(inputs);
         self.normalise(&mut output, &gate);
-        let output = Tensor::from_vec(output, (n, shape.value_size()), x.device())?;
-        project_residual(&self.output, &output)
+        output
     }
 
     /// The convolution over every row's ancestors, and its activation.

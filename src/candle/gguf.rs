@@ -8,7 +8,8 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{DType, Device, Tensor};
 
-use super::config::{Architecture, DecoderConfig};
+use super::config::{Architecture, DecoderConfig, MAX_LAYERS};
+use super::gguf_header::check_alignment;
 use super::rope::{RopeConfig, RopeScaling};
 use super::{Error, Result, Weights};
 
@@ -44,7 +45,9 @@ impl Gguf {
         let path = path.as_ref();
         let file = File::open(path).map_err(Error::io(path))?;
         let mut reader = BufReader::new(file);
+        check_alignment(&mut reader).map_err(Error::io(path))?;
         let content = Content::read(&mut reader).map_err(|e| e.with_path(path))?;
+        check_sizes(&content)?;
         let field = "general.architecture";
         let name = match content.metadata.get(field) {
             Some(Value::String(name)) => name.clone(),
@@ -121,6 +124,11 @@ impl Gguf {
         }
         let context = self.positive("context_length")?;
         let (scaling, max_positions) = self.rope_scaling(context, rotary_dim)?;
+        let num_layers = self.positive("block_count")?;
+        if num_layers > MAX_LAYERS {
+            let accepted = format!("at most {MAX_LAYERS}");
+            return Err(Error::config(self.key("block_count"), num_layers, accepted));
+        }
         let theta = self.opt_positive_f64("rope.freq_base")?.unwrap_or(10_000.0);
         let has = |name: &str| self.content.tensor_infos.contains_key(name);
         let token = |key: &str| match self.content.metadata.get(key) {
@@ -150,7 +158,7 @@ impl Gguf {
             o_bias: has("blk.0.attn_output.bias"),
             mlp_bias: has("blk.0.ffn_up.bias"),
             qk_norm: self.architecture == Architecture::Qwen3,
-            layer_windows: vec![None; self.positive("block_count")?],
+            layer_windows: vec![None; num_layers],
             hybrid: None,
             eos_token_ids,
             bos_token_id: token("tokenizer.ggml.bos_token_id")?,
@@ -231,7 +239,7 @@ impl Gguf {
                     attention_factor: derived * attn,
                     truncate: true,
                 };
-                (scaling, context.max((original as f64 * factor) as usize))
+                (scaling, context.max((original as f64 * factor) as u32 as usize))
             }
             (other, divisors) => {
                 let with = if divisors.is_some() { " with rope_freqs.weight" } else { "" };
@@ -296,6 +304,20 @@ impl Gguf {
         self.opt_positive_f64(key)?
             .ok_or_else(|| Error::config(self.key(key), "nothing", "a positive number"))
     }
+}
+
+/// Refuses a directory with a tensor whose number of elements is 0 or does not fit, which candle takes
+/// for granted.
+fn check_sizes(content: &Content) -> Result<()> {
+    for (name, info) in &content.tensor_infos {
+        let dims = info.shape.dims();
+        let elements = dims.iter().try_fold(1usize, |product, &dim| product.checked_mul(dim));
+        if elements.is_none_or(|elements| elements == 0 || elements > isize::MAX as usize / 4) {
+            let accepted = "at least one element, and no more than fit into memory";
+            return Err(Error::config(format!("shape of {name}"), format!("{dims:?}"), accepted));
+        }
+    }
+    Ok(())
 }
 
 /// The Hugging Face name of a GGUF tensor; a name without one stays, and is reported as unknown.

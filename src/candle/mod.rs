@@ -13,6 +13,7 @@ pub mod dflash;
 mod error;
 mod gated_attention;
 mod gguf;
+mod gguf_header;
 mod layers;
 mod rope;
 mod state_cache;

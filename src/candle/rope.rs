@@ -1,4 +1,4 @@
-//! Rotary position embedding: frequencies by scaling rule, and a table that is read at arbitrary positions.
+//! Rotary position embedding: frequencies by scaling rule, and rotations of arbitrary positions.
 
 use candle_core::{D, DType, Device, Tensor};
 
@@ -134,12 +134,11 @@ impl RopeConfig {
         Ok(scaled.into_iter().map(|f| f as f32).collect())
     }
 
-    /// Cosine and sine of every frequency at every position below `positions`, position by position.
-    pub(crate) fn angles(&self, positions: usize) -> Result<Vec<(f32, f32)>> {
-        let inv_freq = self.inv_freq()?;
-        let factor = self.attention_factor();
-        let mut angles = Vec::with_capacity(positions * inv_freq.len());
-        for position in 0..positions {
+    /// Cosine and sine of every frequency at each of `positions`, position by position.
+    pub(crate) fn angles(&self, positions: impl Iterator<Item = u32>) -> Result<Vec<(f32, f32)>> {
+        let (inv_freq, factor) = (self.inv_freq()?, self.attention_factor());
+        let mut angles = Vec::with_capacity(positions.size_hint().0 * inv_freq.len());
+        for position in positions {
             for freq in &inv_freq {
                 // The f32 product is what the models were trained with.
                 let (sin, cos) = f64::from(position as f32 * freq).sin_cos();
@@ -157,46 +156,48 @@ impl RopeConfig {
     }
 }
 
-/// Cosines and sines of every position below a limit, read by position.
+/// Makes the rotations of passes.
+///
+/// There is no table of them: up to the positions that some checkpoints declare, it would take longer
+/// to fill, and more memory, than the rest of loading.
 #[derive(Debug, Clone)]
-pub(crate) struct RopeTable {
-    cos: Tensor,
-    sin: Tensor,
-    rotary_dim: usize,
+pub(crate) struct Rope {
+    config: RopeConfig,
+    positions: usize,
+    dtype: DType,
+    device: Device,
 }
 
-impl RopeTable {
-    /// Angles and their functions are computed in f32 and wider, and only then cast: in bf16,
-    /// position 257 would become 256.
+impl Rope {
+    /// Rotations, in `dtype`, of positions below `positions`.
     pub(crate) fn new(
         config: &RopeConfig,
         positions: usize,
         dtype: DType,
         device: &Device,
     ) -> Result<Self> {
-        let angles = config.angles(positions)?;
-        let cos = angles.iter().map(|&(cos, _)| cos).collect();
-        let sin = angles.iter().map(|&(_, sin)| sin).collect();
-        let shape = (positions, config.rotary_dim / 2);
-        Ok(Self {
-            cos: Tensor::from_vec(cos, shape, device)?.to_dtype(dtype)?,
-            sin: Tensor::from_vec(sin, shape, device)?.to_dtype(dtype)?,
-            rotary_dim: config.rotary_dim,
-        })
+        config.inv_freq()?;
+        Ok(Self { config: config.clone(), positions, dtype, device: device.clone() })
     }
 
-    /// How many positions the table holds.
+    /// What every position has to be below.
     pub(crate) fn positions(&self) -> usize {
-        self.cos.dims()[0]
+        self.positions
     }
 
-    /// The rotation of each of `positions` (checked by the caller to be in the table).
+    /// The rotation of each of `positions` (checked by the caller). Angles and their functions are
+    /// computed in f32 and wider, and only then cast: in bf16, position 257 would become 256.
     pub(crate) fn at(&self, positions: &[u32]) -> Result<Rotation> {
-        let ids = Tensor::new(positions, self.cos.device())?;
+        let angles = self.config.angles(positions.iter().copied())?;
+        let shape = (positions.len(), self.config.rotary_dim / 2);
+        let tensor = |part: fn(&(f32, f32)) -> f32| -> Result<Tensor> {
+            let values: Vec<f32> = angles.iter().map(part).collect();
+            Ok(Tensor::from_vec(values, shape, &self.device)?.to_dtype(self.dtype)?)
+        };
         Ok(Rotation {
-            cos: self.cos.index_select(&ids, 0)?,
-            sin: self.sin.index_select(&ids, 0)?,
-            rotary_dim: self.rotary_dim,
+            cos: tensor(|angle| angle.0)?,
+            sin: tensor(|angle| angle.1)?,
+            rotary_dim: self.config.rotary_dim,
         })
     }
 }

@@ -197,9 +197,10 @@ pub struct BatchEntry<'a> {
 }
 
 /// Verifies one round of each of several sequences in one pass: the products with the weights run over
-/// the rows of all of them, attention sequence by sequence. Picks, caches and features are those of
-/// [`Verifier::verify`] on each, as far as a product does not depend on its number of rows; commits
-/// follow one by one, as after it.
+/// the rows of all of them, attention and recurrence sequence by sequence. On the CPU in f32, picks,
+/// caches and features are those of [`Verifier::verify`] on each, bit for bit, at the price that
+/// [`DecoderModel::forward_batch`] names. Commits follow one by one, as after
+/// [`verify`](Verifier::verify).
 ///
 /// Targets are of one model if they were made from clones of it.
 ///

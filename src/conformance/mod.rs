@@ -14,6 +14,24 @@
 //! * [`arrays`] takes what an engine hands to its kernels, or gets from them, for
 //!   engines that are not behind the trait yet.
 //!
+//! The faults that integrations are known for, and what names each:
+//!
+//! | fault | check | where |
+//! |---|---|---|
+//! | positions from slot indices | [`Check::PositionsFollowDepth`] | [`Kit`], [`arrays::positions`] |
+//! | a mask by slot order | [`Check::SiblingsDoNotSeeEachOther`] | [`Kit`], [`arrays::mask`] |
+//! | the leading rows kept for a scattered path | [`Check::CommitScatteredPath`] | [`Kit`], [`arrays::compaction`] |
+//! | the bonus kept in the cache | [`Check::BonusNotKept`] | [`Kit`] |
+//! | a stale state where nothing was accepted | [`Check::ZeroAcceptance`] | [`Kit`] |
+//! | features in slot order | [`Check::FeaturesByPath`] | [`Kit`] with [`features`](Kit::features) |
+//! | token 0 taken for padding | [`Check::TokenZero`] | [`Kit`] |
+//! | picks of the previous round | [`Check::FreshPicks`] | [`Kit`] |
+//! | a duplicate sibling | [`Check::DistinctSiblings`] | [`arrays::siblings`] |
+//! | taps off by one layer | [`Check::Taps`] | [`arrays::taps`] |
+//!
+//! The last two do not show behind the trait: a [`DraftTree`](crate::DraftTree) cannot hold the one, and
+//! the other is in the features of prefill and commit alike.
+//!
 //! ```
 //! # use std::convert::Infallible;
 //! # use ddtree::{Capabilities, CommitPlan, Picks, Prefill, Round, Verifier};

@@ -33,4 +33,6 @@ pub use noise::gumbel;
 pub use settings::{PickRule, Sampling};
 
 pub(crate) use couple::Coupling;
+#[cfg(feature = "cuda")]
+pub(crate) use couple::coupled_scale;
 pub(crate) use sampler::Sampler;

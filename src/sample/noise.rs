@@ -175,6 +175,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "too much arithmetic")]
     fn the_logarithm_is_that_of_the_standard_library() {
         let mut x = 1e-300;
         while x < 1e300 {
@@ -202,6 +203,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(miri, ignore = "too much arithmetic")]
     fn a_chunk_bounds_the_noise_of_its_tokens_and_gives_it_to_one() {
         for position in 0..50 {
             let noise = Noise::new(9, position);
@@ -216,6 +218,7 @@ mod tests {
     /// Kolmogorov-Smirnov: tokens of different chunks, of one chunk, and the largest of a chunk
     /// follow the law of independent Gumbel variables.
     #[test]
+    #[cfg_attr(miri, ignore = "too much arithmetic")]
     fn noise_is_gumbel() {
         let n = 20_000;
         // With so many draws, a distance above this has probability 1e-6.

@@ -1,6 +1,6 @@
 use super::{Constraint, PickRule, Sampling, TokenPath, noise};
 use crate::{
-    DraftTree, Error,
+    DraftTree, Error, NoiseKey,
     sample::noise::{ChunkNoise, Noise},
     top_k::{self, LogitsError, TopK},
 };
@@ -78,6 +78,12 @@ impl Sampler {
 
     pub(crate) fn settings(&self) -> &Sampling {
         &self.settings
+    }
+
+    /// What draws depend on if the first is for the token at `position`; `None` if picks are greedy.
+    pub(crate) fn noise(&self, position: usize) -> Option<NoiseKey> {
+        let Sampling { seed, temperature, .. } = self.settings;
+        (!self.settings.is_greedy()).then_some(NoiseKey { seed, temperature, position })
     }
 
     pub(crate) fn rule(&self) -> PickRule {

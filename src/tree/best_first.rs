@@ -1,4 +1,5 @@
-use super::{DraftTree, Expand};
+use super::frontier::{Candidate, Frontier, Place};
+use super::{DraftTree, Expand, NONE};
 use crate::{Error, Proposal};
 
 /// How large a tree grows, and where it stops.
@@ -64,23 +65,8 @@ impl Default for TreeSettings {
 /// ```
 #[derive(Clone, Debug, Default)]
 pub struct BestFirst {
-    heap: Vec<Candidate>,
-    // Rank of every slot among its siblings.
-    ranks: Vec<u32>,
+    frontier: Frontier,
 }
-
-/// A child that could become the next node.
-#[derive(Clone, Copy, Debug)]
-struct Candidate {
-    score: f64,
-    parent: u32,
-    rank: u32,
-    token: u32,
-}
-
-/// Entries of the heap below one entry. Most of the time goes into branches that
-/// cannot be predicted; four ways halve the levels, and with them those.
-const WAYS: usize = 4;
 
 impl BestFirst {
     /// A builder with empty scratch.
@@ -91,8 +77,7 @@ impl BestFirst {
     /// Makes room for trees of `budget` nodes, so that building them allocates
     /// nothing.
     pub fn reserve(&mut self, budget: usize) {
-        self.heap.reserve((budget + 1).saturating_sub(self.heap.len()));
-        self.ranks.reserve((budget + 1).saturating_sub(self.ranks.len()));
+        self.frontier.reserve(budget + 1);
     }
 
     /// Grows a tree over per-depth lists below the root of `tree`; what `tree`
@@ -144,46 +129,43 @@ impl BestFirst {
         tree: &mut DraftTree,
     ) -> Result<(), Error> {
         tree.reset(tree.tokens()[0]);
-        self.heap.clear();
-        self.ranks.clear();
-        self.ranks.push(0);
+        self.frontier.clear();
         if settings.budget == 0 || settings.top_k == 0 {
             return Ok(());
         }
         if settings.spine {
             self.lay_spine::<_, CHECK>(expand, settings, tree)?;
-        } else if let Some(first) = candidate::<_, CHECK>(expand, tree, 0, 0, f64::INFINITY)? {
-            self.heap.push(first);
+        } else if let Some(first) = first_child::<_, CHECK>(expand, tree, 0)? {
+            self.frontier.push(first, |_, _| false);
         }
         while tree.nodes() < settings.budget {
-            let Some(&best) = self.heap.first() else { break };
+            let Some(best) = self.frontier.first() else { break };
             if best.score < settings.log_prob_cutoff {
                 break;
             }
-            let slot = self.insert::<CHECK>(best, tree)?;
-            let child = candidate::<_, CHECK>(expand, tree, slot, 0, f64::INFINITY)?;
-            let sibling = next_sibling::<_, CHECK>(expand, settings.top_k, tree, best)?;
+            let slot = insert::<CHECK>(best, tree)?;
+            let child = first_child::<_, CHECK>(expand, tree, slot)?;
+            let sibling = next_sibling::<_, CHECK>(expand, settings.top_k, tree, slot, best.place)?;
+            let before = |a, b| path_before(tree, a, b);
             // The better of the new candidates takes the place of the old one,
-            // near which it belongs; the other comes in from below, near which
-            // it belongs. Both ways through the heap are short.
-            match (child, sibling) {
-                (None, None) => {
-                    self.heap.swap_remove(0);
+            // which saves its removal; the other comes in from below, near which
+            // it belongs.
+            let (better, worse) = match (child, sibling) {
+                // A child's path comes first among equal sums.
+                (Some(child), Some(sibling)) if child.score >= sibling.score => {
+                    (child, Some(sibling))
                 }
-                (Some(one), None) | (None, Some(one)) => self.heap[0] = one,
-                (Some(child), Some(sibling)) => {
-                    // A child's path comes first among equal sums.
-                    let child_first = child.score >= sibling.score;
-                    let (better, worse) =
-                        if child_first { (child, sibling) } else { (sibling, child) };
-                    self.heap[0] = better;
-                    self.sift_down(tree);
-                    self.heap.push(worse);
-                    self.sift_up(tree);
+                (child, Some(sibling)) => (sibling, child),
+                (Some(child), None) => (child, None),
+                (None, None) => {
+                    self.frontier.pop(before);
                     continue;
                 }
+            };
+            self.frontier.replace(better, before);
+            if let Some(worse) = worse {
+                self.frontier.push(worse, before);
             }
-            self.sift_down(tree);
         }
         Ok(())
     }
@@ -197,134 +179,89 @@ impl BestFirst {
     ) -> Result<(), Error> {
         while tree.nodes() < settings.budget {
             let last = tree.len() - 1;
-            let Some(best) = candidate::<_, CHECK>(expand, tree, last, 0, f64::INFINITY)? else {
+            let Some(best) = first_child::<_, CHECK>(expand, tree, last)? else {
                 break;
             };
-            self.insert::<CHECK>(best, tree)?;
+            insert::<CHECK>(best, tree)?;
         }
         for slot in 1..tree.len() {
-            let node = Candidate {
-                score: tree.scores()[slot],
-                parent: slot as u32 - 1,
-                rank: 0,
-                token: tree.tokens()[slot],
-            };
-            if let Some(sibling) = next_sibling::<_, CHECK>(expand, settings.top_k, tree, node)? {
-                self.heap.push(sibling);
-                self.sift_up(tree);
+            let place =
+                Place { parent: slot as u32 - 1, rank: 0, token: tree.tokens()[slot], elder: NONE };
+            let sibling = next_sibling::<_, CHECK>(expand, settings.top_k, tree, slot, place)?;
+            if let Some(sibling) = sibling {
+                self.frontier.push(sibling, |a, b| path_before(tree, a, b));
             }
         }
         Ok(())
     }
 
-    #[inline]
-    fn insert<const CHECK: bool>(
-        &mut self,
-        node: Candidate,
-        tree: &mut DraftTree,
-    ) -> Result<usize, Error> {
-        self.ranks.push(node.rank);
-        let parent = node.parent as usize;
-        if CHECK && tree.child(parent, node.token).is_some() {
-            return Err(Error::Proposal {
-                depth: tree.depths()[parent] as usize + 1,
-                rank: node.rank as usize,
-                found: format!("token {} a second time below slot {parent}", node.token),
-                accepted: "distinct tokens",
-            });
-        }
-        Ok(tree.push_distinct(parent, node.token, node.score))
-    }
-
-    /// Whether `a` comes before `b`: greater score first, then the path of
-    /// smaller ranks.
-    #[inline(always)]
-    fn before(&self, tree: &DraftTree, a: &Candidate, b: &Candidate) -> bool {
-        if a.score == b.score {
-            self.path_before(tree, (a.parent, a.rank), (b.parent, b.rank))
-        } else {
-            a.score > b.score
-        }
-    }
-
-    /// Compares rank paths lexicographically, given as parent and last rank. Of
-    /// two candidates neither path is a prefix of the other, since candidates
-    /// are never below one another.
-    #[cold]
-    #[inline(never)]
-    fn path_before(&self, tree: &DraftTree, mut a: (u32, u32), mut b: (u32, u32)) -> bool {
-        let lift = |(parent, _): (u32, u32)| {
-            let parent = parent as usize;
-            (tree.parents()[parent] as u32, self.ranks[parent])
-        };
-        let depth = |(parent, _): (u32, u32)| tree.depths()[parent as usize];
-        while depth(a) > depth(b) {
-            a = lift(a);
-        }
-        while depth(b) > depth(a) {
-            b = lift(b);
-        }
-        while a.0 != b.0 {
-            a = lift(a);
-            b = lift(b);
-        }
-        a.1 < b.1
-    }
-
-    #[inline]
-    fn sift_up(&mut self, tree: &DraftTree) {
-        let mut hole = self.heap.len() - 1;
-        let moved = self.heap[hole];
-        while hole > 0 {
-            let above = (hole - 1) / WAYS;
-            if !self.before(tree, &moved, &self.heap[above]) {
-                break;
-            }
-            self.heap[hole] = self.heap[above];
-            hole = above;
-        }
-        self.heap[hole] = moved;
-    }
-
-    #[inline]
-    fn sift_down(&mut self, tree: &DraftTree) {
-        let Some(&moved) = self.heap.first() else { return };
-        let mut hole = 0;
-        loop {
-            let first = WAYS * hole + 1;
-            let end = self.heap.len().min(first + WAYS);
-            if first >= end {
-                break;
-            }
-            let mut below = first;
-            for other in first + 1..end {
-                if self.before(tree, &self.heap[other], &self.heap[below]) {
-                    below = other;
-                }
-            }
-            if !self.before(tree, &self.heap[below], &moved) {
-                break;
-            }
-            self.heap[hole] = self.heap[below];
-            hole = below;
-        }
-        self.heap[hole] = moved;
-    }
-
     /// Bytes of scratch held, used or not.
     pub fn memory_usage(&self) -> usize {
-        self.heap.capacity() * size_of::<Candidate>() + self.ranks.capacity() * 4
+        self.frontier.memory_usage()
     }
 }
 
-/// The `rank`-th child of `parent`, unless there is none that can be drafted.
-/// `limit` is the score of the sibling before it.
+/// Compares the ranks along the paths of two candidates lexicographically. Neither
+/// path is a prefix of the other, since candidates are never below one another.
+///
+/// Siblings come into the tree in the order of their ranks, so slots say what
+/// ranks would; a candidate comes after all siblings that are in, and there is no
+/// other candidate among them.
+#[cold]
+#[inline(never)]
+fn path_before(tree: &DraftTree, a: Place, b: Place) -> bool {
+    let (parents, depths) = (tree.parents(), tree.depths());
+    let (mut a, mut b) = ((a.parent as usize, usize::MAX), (b.parent as usize, usize::MAX));
+    let lift = |(parent, _)| (parents[parent] as usize, parent);
+    while depths[a.0] > depths[b.0] {
+        a = lift(a);
+    }
+    while depths[b.0] > depths[a.0] {
+        b = lift(b);
+    }
+    while a.0 != b.0 {
+        a = lift(a);
+        b = lift(b);
+    }
+    a.1 < b.1
+}
+
+/// The best child of a slot, unless there is none that can be drafted.
+#[inline(always)]
+fn first_child<E: Expand, const CHECK: bool>(
+    expand: &mut E,
+    tree: &DraftTree,
+    parent: usize,
+) -> Result<Option<Candidate>, Error> {
+    candidate::<_, CHECK>(expand, tree, (parent, 0), NONE, f64::INFINITY)
+}
+
+/// The sibling of the rank after that of the node `slot`, unless there is none that can
+/// be drafted.
+#[inline(always)]
+fn next_sibling<E: Expand, const CHECK: bool>(
+    expand: &mut E,
+    top_k: usize,
+    tree: &DraftTree,
+    slot: usize,
+    node: Place,
+) -> Result<Option<Candidate>, Error> {
+    let rank = node.rank as usize + 1;
+    if rank >= top_k {
+        return Ok(None);
+    }
+    let limit = tree.scores()[slot];
+    candidate::<_, CHECK>(expand, tree, (node.parent as usize, rank), slot as i32, limit)
+}
+
+/// A child by parent and rank, unless there is none that can be drafted. `limit` is the
+/// score of the sibling before it.
 #[inline(always)]
 fn candidate<E: Expand, const CHECK: bool>(
     expand: &mut E,
     tree: &DraftTree,
-    parent: usize,
-    rank: usize,
+    (parent, rank): (usize, usize),
+    elder: i32,
     limit: f64,
 ) -> Result<Option<Candidate>, Error> {
     let Some((token, log_prob)) = expand.child(tree, parent, rank) else {
@@ -337,21 +274,24 @@ fn candidate<E: Expand, const CHECK: bool>(
     if CHECK && (!log_prob.is_finite() || score > limit) {
         return Err(refused(tree, parent, rank, log_prob));
     }
-    Ok(Some(Candidate { score, parent: parent as u32, rank: rank as u32, token }))
+    let place = Place { parent: parent as u32, rank: rank as u32, token, elder };
+    Ok(Some(Candidate { score, place }))
 }
 
-#[inline(always)]
-fn next_sibling<E: Expand, const CHECK: bool>(
-    expand: &mut E,
-    top_k: usize,
-    tree: &DraftTree,
-    node: Candidate,
-) -> Result<Option<Candidate>, Error> {
-    let rank = node.rank as usize + 1;
-    if rank >= top_k {
-        return Ok(None);
+#[inline]
+fn insert<const CHECK: bool>(node: Candidate, tree: &mut DraftTree) -> Result<usize, Error> {
+    let Candidate { score, place: Place { parent, rank, token, elder } } = node;
+    let parent = parent as usize;
+    if CHECK && tree.child(parent, token).is_some() {
+        return Err(Error::Proposal {
+            depth: tree.depths()[parent] as usize + 1,
+            rank: rank as usize,
+            found: format!("token {token} a second time below slot {parent}"),
+            accepted: "distinct tokens",
+        });
     }
-    candidate::<_, CHECK>(expand, tree, node.parent as usize, rank, node.score)
+    let elder = usize::try_from(elder).ok();
+    Ok(tree.push_distinct(parent, elder, token, score))
 }
 
 #[cold]

@@ -38,6 +38,6 @@ pub fn build(proposal: &Proposal, horizon: usize, tree: &mut DraftTree) {
             break;
         }
         score += f64::from(log_prob);
-        tree.push_distinct(slot, token, score);
+        tree.push_distinct(slot, None, token, score);
     }
 }

@@ -11,6 +11,7 @@ pub mod chain;
 mod best_first;
 mod expand;
 mod filter;
+mod frontier;
 mod shared;
 
 pub use best_first::{BestFirst, TreeSettings};
@@ -64,8 +65,6 @@ pub struct DraftTree {
     depths: Vec<u32>,
     first_children: Vec<i32>,
     next_siblings: Vec<i32>,
-    // Youngest child of each slot: where the next sibling is linked.
-    last_children: Vec<i32>,
     scores: Vec<f64>,
     branches: bool,
 }
@@ -79,7 +78,6 @@ impl DraftTree {
             depths: Vec::new(),
             first_children: Vec::new(),
             next_siblings: Vec::new(),
-            last_children: Vec::new(),
             scores: Vec::new(),
             branches: false,
         };
@@ -133,7 +131,6 @@ impl DraftTree {
         self.depths.clear();
         self.first_children.clear();
         self.next_siblings.clear();
-        self.last_children.clear();
         self.scores.clear();
         self.branches = false;
         self.append(root, NONE, 0, 0.0);
@@ -155,37 +152,40 @@ impl DraftTree {
                 accepted: "the slot of an earlier node or of the root",
             });
         }
-        if self.child(parent, token).is_some() {
-            return Err(Error::Tree {
-                slot: self.len(),
-                found: format!("token {token} a second time below slot {parent}"),
-                accepted: "distinct tokens among siblings",
-            });
+        let mut elder = None;
+        for child in self.children(parent) {
+            if self.tokens[child] == token {
+                return Err(Error::Tree {
+                    slot: self.len(),
+                    found: format!("token {token} a second time below slot {parent}"),
+                    accepted: "distinct tokens among siblings",
+                });
+            }
+            elder = Some(child);
         }
-        Ok(self.push_distinct(parent, token, score))
+        Ok(self.push_distinct(parent, elder, token, score))
     }
 
     /// [`push`](Self::push) for callers that know the token to be new among its
-    /// siblings and the parent to exist.
+    /// siblings, the youngest of which is `elder`, and the parent to exist.
     #[inline]
-    pub(crate) fn push_distinct(&mut self, parent: usize, token: u32, score: f64) -> usize {
+    pub(crate) fn push_distinct(
+        &mut self,
+        parent: usize,
+        elder: Option<usize>,
+        token: u32,
+        score: f64,
+    ) -> usize {
         debug_assert!(parent < self.len() && self.child(parent, token).is_none());
+        debug_assert_eq!(elder, self.children(parent).last());
         let slot = self.len();
         self.append(token, parent as i32, self.depths[parent] + 1, score);
-        self.link(slot, parent);
-        slot
-    }
-
-    /// Makes a slot the youngest child of its parent.
-    #[inline]
-    fn link(&mut self, slot: usize, parent: usize) {
-        let last = std::mem::replace(&mut self.last_children[parent], slot as i32);
-        if last == NONE {
-            self.first_children[parent] = slot as i32;
-        } else {
-            self.next_siblings[last as usize] = slot as i32;
+        match elder {
+            None => self.first_children[parent] = slot as i32,
+            Some(elder) => self.next_siblings[elder] = slot as i32,
         }
         self.branches |= parent + 1 != slot;
+        slot
     }
 
     #[inline]
@@ -195,7 +195,6 @@ impl DraftTree {
         self.depths.push(depth);
         self.first_children.push(NONE);
         self.next_siblings.push(NONE);
-        self.last_children.push(NONE);
         self.scores.push(score);
     }
 
@@ -214,14 +213,13 @@ impl DraftTree {
         self.parents.truncate(slots);
         self.depths.truncate(slots);
         self.scores.truncate(slots);
-        for links in [&mut self.first_children, &mut self.next_siblings, &mut self.last_children] {
-            links.clear();
-            links.resize(slots, NONE);
+        for links in [&mut self.first_children, &mut self.next_siblings] {
+            links.truncate(slots);
+            for link in links.iter_mut().filter(|link| **link >= slots as i32) {
+                *link = NONE;
+            }
         }
-        self.branches = false;
-        for slot in 1..slots {
-            self.link(slot, self.parents[slot] as usize);
-        }
+        self.branches = (1..slots).any(|slot| self.parents[slot] + 1 != slot as i32);
     }
 
     /// Makes room for `slots` slots, so that building up to there allocates
@@ -233,7 +231,6 @@ impl DraftTree {
         self.depths.reserve(more);
         self.first_children.reserve(more);
         self.next_siblings.reserve(more);
-        self.last_children.reserve(more);
         self.scores.reserve(more);
     }
 
@@ -334,8 +331,7 @@ impl DraftTree {
             + self.parents.capacity()
             + self.depths.capacity()
             + self.first_children.capacity()
-            + self.next_siblings.capacity()
-            + self.last_children.capacity())
+            + self.next_siblings.capacity())
             + 8 * self.scores.capacity()
     }
 }

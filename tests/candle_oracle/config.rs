@@ -219,6 +219,9 @@ fn ill_typed_and_missing_fields_are_named() {
         }
     }
     refuse(Architecture::Llama, json!({"hidden_size": 1u64 << 40}), "hidden_size");
+    for architecture in [Architecture::Llama, Architecture::Qwen2] {
+        refuse(architecture, json!({"num_hidden_layers": u32::MAX}), "num_hidden_layers");
+    }
     refuse(Architecture::Llama, json!({"tie_word_embeddings": "yes"}), "tie_word_embeddings");
     refuse(Architecture::Llama, json!({"rope_theta": 1.0}), "rope_theta");
     let error = parse(Architecture::Llama, json!({"vocab_size": -4})).unwrap_err();

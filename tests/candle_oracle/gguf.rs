@@ -278,6 +278,7 @@ fn case_6_gguf_files_that_do_not_fit_are_refused() {
         assert!(attempt(&changed, &[]).is_err(), "{name}");
     }
     for (key, value) in [
+        ("llama.block_count", Meta::U32(u32::MAX)),
         ("general.architecture", Meta::String("gemma3".into())),
         ("llama.embedding_length", Meta::U32(33)),
         ("llama.attention.head_count", Meta::String("4".into())),
@@ -294,6 +295,53 @@ fn case_6_gguf_files_that_do_not_fit_are_refused() {
             Err(Error::Config { field, .. }) => assert_eq!(field, key),
             other => panic!("{key}: {other:?}"),
         }
+    }
+}
+
+/// A context of 4,294,967,295 tokens, which a corrupted header may declare, costs nothing.
+#[test]
+fn declared_positions_are_not_allocated() {
+    let config = config(Architecture::Llama, json!({}));
+    let mut metadata = metadata(&config);
+    set(&mut metadata, "llama.context_length", Meta::U32(u32::MAX));
+    let file = file();
+    write(&file.path, &config, &metadata, &random_tensors(&config, 58), GgmlDType::F32);
+    let model = load(&file.path, Rounding::None).unwrap();
+    assert_eq!(model.config().max_positions, u32::MAX as usize);
+    run(&model);
+}
+
+/// candle's writer always aligns to 32; its reader divides by what the file says.
+#[test]
+fn an_alignment_of_zero_is_refused_wherever_it_is() {
+    let config = config(Architecture::Llama, json!({}));
+    let tensors = random_tensors(&config, 59);
+    let strings = Meta::Array(vec![Meta::String("a".into()), Meta::String("bc".into())]);
+    let nested = Meta::Array(vec![strings.clone(), Meta::Array(vec![Meta::String("d".into())])]);
+    let before = [
+        ("an.alignment.of.0", Meta::U32(0)),
+        ("strings", strings),
+        ("nested", nested),
+        ("numbers", Meta::Array(vec![Meta::F64(0.5), Meta::F64(1.5)])),
+        ("flag", Meta::Bool(true)),
+        ("wide", Meta::U64(7)),
+    ];
+    let mut kept = metadata(&config);
+    kept.extend(before.map(|(key, value)| (key.to_owned(), value)));
+    let open = |value: Meta| {
+        let mut metadata = kept.clone();
+        metadata.push(("general.alignment".to_owned(), value));
+        let file = file();
+        write(&file.path, &config, &metadata, &tensors, GgmlDType::F32);
+        Gguf::open(&file.path).map(|_| ())
+    };
+    for zero in [Meta::U8(0), Meta::I8(0), Meta::U16(0), Meta::I16(0), Meta::U32(0), Meta::I32(0)] {
+        let error = open(zero).unwrap_err();
+        assert!(error.to_string().contains("`general.alignment`: found 0"), "{error}");
+    }
+    // What candle does not read as a number stands for the default.
+    for other in [Meta::U32(32), Meta::U8(32), Meta::U64(0), Meta::String(String::new())] {
+        open(other.clone()).unwrap_or_else(|error| panic!("{other:?}: {error}"));
     }
 }
 

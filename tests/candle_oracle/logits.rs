@@ -359,3 +359,39 @@ fn shared_embedding_and_head_are_the_model_s() {
     assert_close(&rows(&head.forward(&hidden).unwrap())[0], &expected[0], 1e-6, "head");
     assert_eq!(embedding.table().dims(), [61, 32]);
 }
+
+/// Products of so few outputs that they round by their number of rows, and projections with biases.
+#[test]
+fn batches_of_narrow_models_equal_their_sequences_bit_for_bit() {
+    let bits = |tensor: &Tensor| -> Vec<u32> {
+        let values: Vec<f32> = tensor.flatten_all().unwrap().to_vec1().unwrap();
+        values.into_iter().map(f32::to_bits).collect()
+    };
+    let biases = json!({"attention_bias": true, "mlp_bias": true});
+    for (architecture, changes) in [
+        (Architecture::Llama, biases),
+        (Architecture::Qwen2, json!({})),
+        (Architecture::Qwen3, json!({})),
+    ] {
+        let model = random_model(architecture, changes, 17);
+        let tokens: Vec<u32> = (1..31).collect();
+        let positions: Vec<u32> = (0..30).collect();
+        let passes = [1, 2, 5, 30].map(|rows| Forward {
+            tokens: &tokens[..rows],
+            positions: &positions[..rows],
+            start: 0,
+            mask: None,
+            tree: None,
+            want: Want::All,
+            taps: &[2],
+        });
+        let mut caches = passes.map(|_| model.new_cache(32).unwrap());
+        let mut batch: Vec<_> = caches.iter_mut().zip(passes).collect();
+        let found = model.forward_batch(&mut batch).unwrap();
+        for (pass, found) in passes.iter().zip(found) {
+            let expected = model.forward(&mut model.new_cache(32).unwrap(), pass).unwrap();
+            assert_eq!(bits(&found.logits.unwrap()), bits(&expected.logits.unwrap()));
+            assert_eq!(bits(&found.taps.unwrap()), bits(&expected.taps.unwrap()));
+        }
+    }
+}

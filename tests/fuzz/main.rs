@@ -76,3 +76,19 @@ fn core() {
 fn configurations_and_checkpoints() {
     fuzz(&targets::CANDLE, 500);
 }
+
+/// Changes of files that load find more than changes of files that do not.
+#[cfg(feature = "candle")]
+#[test]
+fn well_formed_models_of_the_corpus_load() {
+    use candle_core::{DType, Device};
+    use ddtree::candle::{DecoderModel, Gguf, Rounding};
+
+    for name in ["llama-f32", "qwen2-f16", "qwen3-version-2", "version-1", "q8-0", "aligned-to-8"] {
+        let corpus = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/fuzz/corpus/gguf");
+        let mut gguf = Gguf::open(format!("{corpus}/{name}")).unwrap();
+        let config = gguf.config().unwrap();
+        let weights = gguf.into_weights(DType::F32, &Device::Cpu, Rounding::None).unwrap();
+        DecoderModel::new(config, weights).unwrap_or_else(|error| panic!("{name}: {error}"));
+    }
+}

@@ -382,7 +382,8 @@ pub fn session(data: &[u8]) {
 
 /// Targets of the candle backend.
 #[cfg(feature = "candle")]
-pub const CANDLE: [(&str, Target); 2] = [("config", config), ("checkpoint", checkpoint)];
+pub const CANDLE: [(&str, Target); 3] =
+    [("config", config), ("checkpoint", checkpoint), ("gguf", gguf)];
 
 /// Texts that are configurations, or nearly.
 #[cfg(feature = "candle")]
@@ -412,4 +413,25 @@ pub fn checkpoint(data: &[u8]) {
         }
     }
     let _ = weights.finish();
+}
+
+/// Files that are GGUF models, or nearly: they load whole and run, or not at all.
+#[cfg(feature = "candle")]
+pub fn gguf(data: &[u8]) {
+    use candle_core::{DType, Device};
+    use ddtree::candle::{DecoderModel, Forward, Gguf, Rounding, Want};
+
+    let file = tempfile::NamedTempFile::new().expect("a temporary file");
+    std::fs::write(file.path(), data).expect("room for it");
+    let Ok(mut gguf) = Gguf::open(file.path()) else { return };
+    let config = gguf.config();
+    let Ok(weights) = gguf.into_weights(DType::F32, &Device::Cpu, Rounding::None) else { return };
+    let Ok(config) = config else { return };
+    let vocab_size = config.vocab_size;
+    let Ok(model) = DecoderModel::new(config, weights) else { return };
+    let mut cache = model.new_cache(1).expect("a position");
+    let (tokens, positions, want) = (&[0], &[0], Want::All);
+    let pass = Forward { tokens, positions, start: 0, mask: None, tree: None, want, taps: &[] };
+    let output = model.forward(&mut cache, &pass).expect("a model that was loaded");
+    assert_eq!(output.logits.expect("logits").dims(), [1, vocab_size]);
 }

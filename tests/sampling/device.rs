@@ -42,7 +42,8 @@ fn conformance_finds_engines_that_ignore_settings() {
     let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
     assert_eq!(fault, PickFault::Ids { rule: PickRule::Noise });
     // It claims to do what it does not.
-    let mut target = Boast(Target::new(Language::new(300), Hands::Ignorant));
+    let mut target =
+        Faulty { target: Target::new(Language::new(300), Hands::Ignorant), forgets_depths: false };
     let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
     assert!(matches!(fault, PickFault::Ids { rule: PickRule::Pipeline }), "{fault}");
     let wrong = Sampling::new().temperature(-1.0);
@@ -50,21 +51,32 @@ fn conformance_finds_engines_that_ignore_settings() {
     assert!(matches!(fault, PickFault::Refused(_)), "{fault}");
 }
 
-/// Says that its token ids honour temperatures.
-struct Boast(Target);
+#[test]
+fn conformance_finds_a_pick_that_differs() {
+    let mut target =
+        Faulty { target: Target::new(Language::new(300), Hands::Logits), forgets_depths: true };
+    let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
+    assert!(matches!(fault, PickFault::Differs { slot: Some(1..), .. }), "{fault}");
+}
 
-impl ddtree::Verifier for Boast {
+/// Says that its token ids honour temperatures, and either leaves it at that or adds noise of the wrong position.
+struct Faulty {
+    target: Target,
+    forgets_depths: bool,
+}
+
+impl ddtree::Verifier for Faulty {
     type Error = Error;
     type Features = ();
 
     fn capabilities(&self) -> Capabilities {
-        let mut capabilities = self.0.capabilities();
+        let mut capabilities = self.target.capabilities();
         capabilities.device_picks = PickRule::Noise;
         capabilities
     }
 
     fn reset(&mut self, keep: usize) -> Result<(), Error> {
-        self.0.reset(keep)
+        self.target.reset(keep)
     }
 
     fn prefill(
@@ -72,7 +84,10 @@ impl ddtree::Verifier for Boast {
         p: &ddtree::Prefill<'_>,
         picks: &mut ddtree::Picks<'_>,
     ) -> Result<(), Error> {
-        self.0.prefill(p, picks)
+        if self.forgets_depths {
+            self.target.hands = Hands::Device(PickRule::Noise);
+        }
+        self.target.prefill(p, picks)
     }
 
     fn verify(
@@ -80,68 +95,29 @@ impl ddtree::Verifier for Boast {
         r: &ddtree::Round<'_>,
         picks: &mut ddtree::Picks<'_>,
     ) -> Result<(), Error> {
-        self.0.verify(r, picks)
+        if !self.forgets_depths || picks.rule() == PickRule::Pipeline {
+            return self.target.verify(r, picks);
+        }
+        // Every slot is treated as the root.
+        let key = picks.noise().unwrap();
+        for slot in 0..r.tree().len() {
+            let mut path = vec![5];
+            let nodes: Vec<usize> = r.tree().ancestors(slot).collect();
+            path.extend(nodes.iter().rev().map(|&s| r.tree().tokens()[s]));
+            let row = self.target.language.row_after(&path);
+            let sum = |token: u32| {
+                f64::from(row[token as usize]) / f64::from(key.temperature)
+                    + ddtree::sample::gumbel(key.seed, key.position, token)
+            };
+            let token = (0..300).max_by(|&a, &b| sum(a).total_cmp(&sum(b))).unwrap();
+            picks.push(token);
+        }
+        Ok(())
     }
 
     fn commit(&mut self, plan: &ddtree::CommitPlan) -> Result<(), Error> {
-        self.0.commit(plan)
+        self.target.commit(plan)
     }
-}
-
-#[test]
-fn conformance_finds_a_pick_that_differs() {
-    /// Adds noise of the wrong position.
-    struct Late(Target);
-    impl ddtree::Verifier for Late {
-        type Error = Error;
-        type Features = ();
-        fn capabilities(&self) -> Capabilities {
-            let mut capabilities = self.0.capabilities();
-            capabilities.device_picks = PickRule::Noise;
-            capabilities
-        }
-        fn reset(&mut self, keep: usize) -> Result<(), Error> {
-            self.0.reset(keep)
-        }
-        fn prefill(
-            &mut self,
-            p: &ddtree::Prefill<'_>,
-            picks: &mut ddtree::Picks<'_>,
-        ) -> Result<(), Error> {
-            self.0.hands = Hands::Device(PickRule::Noise);
-            self.0.prefill(p, picks)
-        }
-        fn verify(
-            &mut self,
-            r: &ddtree::Round<'_>,
-            picks: &mut ddtree::Picks<'_>,
-        ) -> Result<(), Error> {
-            if picks.rule() == PickRule::Pipeline {
-                return self.0.verify(r, picks);
-            }
-            // Depths are forgotten: every slot is treated as the root.
-            let key = picks.noise().unwrap();
-            for slot in 0..r.tree().len() {
-                let mut path = vec![5];
-                let nodes: Vec<usize> = r.tree().ancestors(slot).collect();
-                path.extend(nodes.iter().rev().map(|&s| r.tree().tokens()[s]));
-                let row = self.0.language.row_after(&path);
-                let sum = |token: u32| {
-                    f64::from(row[token as usize]) / f64::from(key.temperature)
-                        + ddtree::sample::gumbel(key.seed, key.position, token)
-                };
-                let token = (0..300).max_by(|&a, &b| sum(a).total_cmp(&sum(b))).unwrap();
-                picks.push(token);
-            }
-            Ok(())
-        }
-        fn commit(&mut self, plan: &ddtree::CommitPlan) -> Result<(), Error> {
-            self.0.commit(plan)
-        }
-    }
-    let mut target = Late(Target::new(Language::new(300), Hands::Logits));
-    let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
-    assert!(matches!(fault, PickFault::Differs { slot: Some(1..), .. }), "{fault}");
 }
 
 #[test]
@@ -172,6 +148,45 @@ fn a_verifier_without_logits_refuses_before_it_starts() {
     let error = session.start(&Request::new(&[1]).sampling(warm())).unwrap_err();
     assert!(matches!(error, Error::Unsupported { .. }), "{error}");
     assert!(session.set_constraint(Some(Box::new(Anything))).is_err());
+}
+
+#[test]
+fn a_drafter_can_couple_its_proposal_itself() {
+    let plan = |coupled| {
+        let config = Config::new(Algorithm::Chain).coupled(coupled);
+        Plan::resolve(&config, &Capabilities::new(50, 100), 1).unwrap()
+    };
+    let request = Request::new(&[1, 2, 3]).sampling(warm());
+    // Once as the session ranks it, and once as it is.
+    let drafted = |coupled_by_drafter| {
+        let mut session = Session::new(plan(true));
+        session.start(&request).unwrap();
+        session.prefill().unwrap().1.push_logits(&[0.0; 50]).unwrap();
+        session.prefilled().unwrap();
+        let (ask, proposal) = session.proposal().unwrap();
+        let key = ask.noise().unwrap();
+        assert_eq!((key.seed, key.temperature, key.position), (6, 0.8, ask.position() + 1));
+        let tokens: Vec<u32> = (0..50).collect();
+        proposal.push(&tokens, &[-3.9; 50]).unwrap();
+        proposal.set_coupled(coupled_by_drafter);
+        session.proposed().unwrap();
+        let first = session.verification().unwrap().0.tree().tokens()[1];
+        let noise = |token: u32| ddtree::sample::gumbel(key.seed, key.position, token);
+        let noisiest = (0..50).max_by(|&a, &b| noise(a).total_cmp(&noise(b))).unwrap();
+        (first, noisiest)
+    };
+    assert_eq!(drafted(true).0, 0);
+    let (first, noisiest) = drafted(false);
+    assert_eq!(first, noisiest);
+    assert_ne!(first, 0);
+
+    for (request, coupled) in [(Request::new(&[1]), true), (request.clone(), false)] {
+        let mut session = Session::new(plan(coupled));
+        session.start(&request).unwrap();
+        session.prefill().unwrap().1.push_logits(&[0.0; 50]).unwrap();
+        session.prefilled().unwrap();
+        assert_eq!(session.proposal().unwrap().0.noise(), None);
+    }
 }
 
 struct Anything;

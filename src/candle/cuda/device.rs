@@ -39,6 +39,8 @@ struct Inner {
 pub(super) struct Modules {
     pub(super) attention: Arc<CudaModule>,
     pub(super) commit: Arc<CudaModule>,
+    pub(super) couple: Arc<CudaModule>,
+    pub(super) draw: Arc<CudaModule>,
     pub(super) norm: Arc<CudaModule>,
     pub(super) random: Arc<CudaModule>,
     pub(super) rope: Arc<CudaModule>,
@@ -85,6 +87,8 @@ impl Gpu {
         let modules = Modules {
             attention: module!(context, hopper, "attention"),
             commit: module!(context, hopper, "commit"),
+            couple: module!(context, hopper, "couple"),
+            draw: module!(context, hopper, "draw"),
             norm: module!(context, hopper, "norm"),
             random: module!(context, hopper, "random"),
             rope: module!(context, hopper, "rope"),
@@ -179,7 +183,8 @@ impl Gpu {
         assert!(skipped + size_of_val(to) <= from.bytes, "the buffer has what is read");
         self.synchronize()?;
         // SAFETY: checked above; any bytes are a valid `Plain`.
-        Ok(unsafe { result::memcpy_dtoh_sync(to, from.at(skipped))? })
+        unsafe { result::memcpy_dtoh_sync(to, from.at(skipped))? };
+        Ok(())
     }
 
     /// Host memory that copies in the stream can use without waiting, zeroed.
@@ -208,10 +213,11 @@ impl Gpu {
             "the copy fits both sides"
         );
         // SAFETY: checked above; pinned memory is freed only after the stream has been waited for.
-        Ok(unsafe {
+        unsafe {
             let from = std::slice::from_raw_parts(from.pointer.cast::<u8>(), bytes);
-            result::memcpy_htod_async(to.pointer, from, self.0.stream.cu_stream())?
-        })
+            result::memcpy_htod_async(to.pointer, from, self.0.stream.cu_stream())?;
+        }
+        Ok(())
     }
 
     /// Asks for a copy of the first `bytes` of `from` to the host, to be read after the next wait.
@@ -226,10 +232,11 @@ impl Gpu {
             "the copy fits both sides"
         );
         // SAFETY: checked above; pinned memory is freed only after the stream has been waited for.
-        Ok(unsafe {
+        unsafe {
             let to = std::slice::from_raw_parts_mut(to.pointer.cast::<u8>(), bytes);
-            result::memcpy_dtoh_async(to, from.pointer, self.0.stream.cu_stream())?
-        })
+            result::memcpy_dtoh_async(to, from.pointer, self.0.stream.cu_stream())?;
+        }
+        Ok(())
     }
 
     /// Asks for a copy within the GPU.
@@ -237,16 +244,20 @@ impl Gpu {
         assert!(bytes <= to.bytes, "the copy fits its target");
         self.0.context.bind_to_thread()?;
         // SAFETY: the caller names live memory.
-        Ok(unsafe {
-            result::memcpy_dtod_async(to.pointer, from, bytes, self.0.stream.cu_stream())?
-        })
+        unsafe {
+            result::memcpy_dtod_async(to.pointer, from, bytes, self.0.stream.cu_stream())?;
+        }
+        Ok(())
     }
 
     /// Asks for zeroes in the first `bytes` of a buffer.
     pub(super) fn clear(&self, buffer: &Buffer, bytes: usize) -> Result<()> {
         assert!(bytes <= buffer.bytes, "the range is within the buffer");
         // SAFETY: checked above.
-        Ok(unsafe { result::memset_d8_async(buffer.pointer, 0, bytes, self.0.stream.cu_stream())? })
+        unsafe {
+            result::memset_d8_async(buffer.pointer, 0, bytes, self.0.stream.cu_stream())?;
+        }
+        Ok(())
     }
 
     /// Asks for a kernel.
@@ -264,9 +275,10 @@ impl Gpu {
         let (stream, block) = (self.0.stream.cu_stream(), (block.0, block.1, 1));
         self.0.context.bind_to_thread()?;
         // SAFETY: promised by the caller.
-        Ok(unsafe {
-            result::launch_kernel(function.cu_function(), grid, block, 0, stream, parameters)?
-        })
+        unsafe {
+            result::launch_kernel(function.cu_function(), grid, block, 0, stream, parameters)?;
+        }
+        Ok(())
     }
 
     /// Asks for a kernel that may be started while the kernel asked for before it still runs, where the GPU can do

@@ -6,6 +6,7 @@ use std::rc::Rc;
 use candle_core::DType;
 
 use super::device::{Buffer, Graph, Pinned};
+use super::draw::Couple;
 use super::kernels::{Kernels, MAX_TOP_K, TopK};
 use super::products::Product;
 use super::stack::{PassInput, Stack, TapInto, padded};
@@ -21,6 +22,9 @@ use crate::{Committed, Drafter, Proposal, ProposalRequest};
 /// The block's pass, the projection of its rows to logits and the selection of the best entries of each depth are one
 /// graph; a proposal comes back as a few kilobytes. Observing projects the taps of committed rows to keys and values
 /// of every layer, and the host does not wait for it.
+///
+/// Drafts for a request with a temperature are coupled to its noise on the GPU: noise is added to the logits of all
+/// tokens before the best are selected.
 #[derive(Debug)]
 pub struct CudaDFlash {
     stack: Stack,
@@ -29,12 +33,14 @@ pub struct CudaDFlash {
     fc: Buffer,
     hidden_norm: Buffer,
     context: Context,
+    couple: Couple,
     top_k: TopK,
     logits: Buffer,
     block: PassInput,
     ids: Pinned<u32>,
     log_probs: Pinned<f32>,
-    draft: Option<Graph>,
+    /// By whether drafts are coupled.
+    drafts: BTreeMap<bool, Graph>,
     observe: BTreeMap<usize, Graph>,
     start: usize,
     len: usize,
@@ -64,7 +70,7 @@ impl CudaDFlash {
         top_k: usize,
     ) -> Result<Self> {
         check(&weights, target.stack.dtype())?;
-        Self::load(target, config, Source::Checkpoint(weights), top_k)
+        Self::load(target, config, Source::Checkpoint(weights.into()), top_k)
     }
 
     /// A drafter of random weights, for measurements at a shape whose checkpoint is not at hand.
@@ -110,12 +116,13 @@ impl CudaDFlash {
                 normed: gpu.allocate(element * chunk * hidden)?,
                 kv: gpu.allocate(element * chunk * 2 * kv_size)?,
             },
+            couple: Couple::new(gpu, shared.vocab_size)?,
             top_k: TopK::new(gpu, DType::F32, depths, shared.vocab_size, k)?,
             logits: gpu.allocate(4 * width * shared.vocab_size)?,
             block: PassInput::new(gpu, width)?,
             ids: gpu.pinned(depths * MAX_TOP_K)?,
             log_probs: gpu.pinned(depths * MAX_TOP_K)?,
-            draft: None,
+            drafts: BTreeMap::new(),
             observe: BTreeMap::new(),
             stack,
             shared,
@@ -134,16 +141,21 @@ impl CudaDFlash {
     }
 
     /// Asks for everything that a proposal does on the GPU.
-    fn draft_pass(&self, width: usize) -> Result<()> {
+    fn draft_pass(&self, width: usize, coupled: bool) -> Result<()> {
         let (gpu, vocab_size) = (&self.stack.gpu, self.shared.vocab_size);
         self.block.send(gpu, width)?;
         let none = TapInto { layers: &[], rows: &self.logits };
-        self.stack.forward(&self.block.inputs(width), &self.shared.embed_tokens, none)?;
+        let inputs = self.block.inputs(width);
+        self.stack.forward(&inputs, &self.shared.embed_tokens, none)?;
         let shape = self.shared.head(width, self.stack.dtype());
         gpu.product(self.stack.output(), &self.shared.lm_head, &self.logits, shape)?;
         // Slot 0 holds the root; what it would predict is known.
         let depths = self.config.block_size() - 1;
-        self.top_k.run(gpu, self.logits.at(4 * vocab_size), depths)?;
+        let logits = self.logits.at(4 * vocab_size);
+        if coupled {
+            self.couple.run(gpu, inputs.positions, logits, depths)?;
+        }
+        self.top_k.run(gpu, logits, depths)?;
         let bytes = 4 * depths * self.top_k.k();
         gpu.copy_out(&self.top_k.ids, &self.ids, bytes)?;
         gpu.copy_out(&self.top_k.log_probs, &self.log_probs, bytes)
@@ -275,15 +287,18 @@ impl Drafter<CudaTaps> for CudaDFlash {
         self.block.write(&gpu, width, self.len, rows, |_, words| {
             (0..block_size).for_each(|slot| words[slot / 64] |= 1 << (slot % 64));
         })?;
-        if self.draft.is_none() {
+        let coupled = request.noise().is_some();
+        if let Some(key) = request.noise() {
+            self.couple.set(&key);
+        }
+        if !self.drafts.contains_key(&coupled) {
             self.plan(width)?;
-            self.draft_pass(width)?;
+            self.draft_pass(width, coupled)?;
             gpu.synchronize()?;
-            self.draft = Some(gpu.capture(|| self.draft_pass(width))?);
+            let graph = gpu.capture(|| self.draft_pass(width, coupled))?;
+            self.drafts.insert(coupled, graph);
         }
-        if let Some(draft) = &self.draft {
-            draft.launch()?;
-        }
+        self.drafts[&coupled].launch()?;
         gpu.synchronize()?;
         self.block.landed();
         self.context.input.landed();
@@ -293,6 +308,7 @@ impl Drafter<CudaTaps> for CudaDFlash {
             proposal
                 .push(&self.ids.as_slice()[entries.clone()], &self.log_probs.as_slice()[entries])?;
         }
+        proposal.set_coupled(coupled);
         Ok(())
     }
 }

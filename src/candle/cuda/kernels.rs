@@ -1,8 +1,6 @@
 //! The kernels of one element type and head size, and their launches. What each computes is said where it is written,
 //! in `kernels/`.
 
-use std::ffi::c_void;
-
 use candle_core::DType;
 use cudarc::driver::{
     CudaFunction,
@@ -35,9 +33,10 @@ const MAX_CANDIDATES: usize = 4096;
 
 macro_rules! parameters {
     ($($value:expr),* $(,)?) => {
-        &mut [$((&raw const $value).cast_mut().cast::<c_void>()),*]
+        &mut [$((&raw const $value).cast_mut().cast::<std::ffi::c_void>()),*]
     };
 }
+pub(super) use parameters;
 
 #[derive(Debug)]
 pub(super) struct Kernels {
@@ -254,12 +253,13 @@ impl Kernels {
 
     /// Whether rows of `size` elements suit the norm kernels.
     pub(super) fn check_row(field: &str, size: usize) -> Result<()> {
-        if size % 8 == 0 && size <= 16 * 1024 {
+        if size.is_multiple_of(8) && size <= 16 * 1024 {
             return Ok(());
         }
         Err(Error::config(field, size, "a multiple of 8 up to 16384 on a GPU"))
     }
 
+    #[expect(clippy::too_many_arguments, reason = "they are the kernel's")]
     pub(super) fn embed_norm(
         &self,
         gpu: &Gpu,
@@ -284,6 +284,7 @@ impl Kernels {
     }
 
     /// `tap` is the address of the first row's tap and the elements from row to row.
+    #[expect(clippy::too_many_arguments, reason = "they are the kernel's")]
     pub(super) fn norm(
         &self,
         gpu: &Gpu,
@@ -360,6 +361,7 @@ impl Kernels {
     }
 
     /// `qkv` holds rows of queries, keys and values; only the queries are read.
+    #[expect(clippy::too_many_arguments, reason = "they are the kernel's")]
     pub(super) fn attend(
         &self,
         gpu: &Gpu,

@@ -9,6 +9,7 @@
 
 mod device;
 mod drafter;
+mod draw;
 mod kernels;
 mod products;
 mod roofline;

@@ -1,8 +1,7 @@
 //! Matrix products, by cuBLASLt.
 
 use std::cell::RefCell;
-use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::{HashMap, hash_map::Entry};
 use std::ffi::c_void;
 
 use candle_core::DType;

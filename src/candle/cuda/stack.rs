@@ -99,8 +99,12 @@ impl Stack {
             });
         }
         let norm = loader.norm("norm", hidden)?;
-        let rope: Vec<f32> =
-            config.rope.angles(positions)?.into_iter().flat_map(|(cos, sin)| [cos, sin]).collect();
+        let rope: Vec<f32> = config
+            .rope
+            .angles(0..positions as u32)?
+            .into_iter()
+            .flat_map(|(cos, sin)| [cos, sin])
+            .collect();
         let element = kernels.dtype.size_in_bytes();
         let scratch = Scratch {
             residual: gpu.allocate(4 * max_width * hidden)?,

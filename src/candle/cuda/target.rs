@@ -8,12 +8,13 @@ use std::rc::Rc;
 use candle_core::DType;
 
 use super::device::{Buffer, Gpu, Graph, Pinned};
+use super::draw::Draw;
 use super::kernels::{Argmax, Kernels, MAX_SLOTS, Path, TopK};
 use super::products::Product;
 use super::stack::{PassInput, Stack, TapInto, padded};
 use super::weights::{Loader, Source, check};
 use crate::candle::{DecoderConfig, Error, Result, Weights};
-use crate::{Capabilities, CommitPlan, PickRule, Picks, Prefill, Round, Verifier};
+use crate::{Capabilities, CommitPlan, NoiseKey, PickRule, Picks, Prefill, Round, Verifier};
 
 /// Sizes of a [`CudaTarget`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,8 +55,9 @@ impl CudaOptions {
 /// picks, and brings the picks back. Widths are filled up to multiples of 8, so that few graphs serve all trees.
 /// Nothing is allocated per round; a commit moves rows within the cache.
 ///
-/// Greedy picks are made on the GPU: the greatest f32 logit, of equal ones the lowest id. Requests that need more get
-/// the logits of the slots on the path, one copy to the host each. Attention is restricted by ancestor bits,
+/// Greedy picks are made on the GPU: the greatest f32 logit, of equal ones the lowest id. So are those of requests with
+/// a temperature and nothing else, from the same noise and by the same arithmetic as on the host. Requests that need
+/// more get the logits of the slots on the path, one copy to the host each. Attention is restricted by ancestor bits,
 /// in every layer, over a prefix of any length.
 #[derive(Debug)]
 pub struct CudaTarget {
@@ -67,10 +69,12 @@ pub struct CudaTarget {
     pool: Rc<RefCell<Vec<Buffer>>>,
     logits: Buffer,
     argmax: Argmax,
+    draw: Draw,
     top_two: TopK,
     input: PassInput,
     packed: Pinned<u64>,
-    graphs: BTreeMap<usize, Graph>,
+    /// By width, and whether picks are drawn.
+    graphs: BTreeMap<(usize, bool), Graph>,
     committed: usize,
     verified: Option<usize>,
 }
@@ -155,7 +159,7 @@ impl CudaTarget {
     ) -> Result<Self> {
         let dtype = weights.dtype();
         check(&weights, dtype)?;
-        Self::load(gpu, config, Source::Checkpoint(weights), dtype, taps, options)
+        Self::load(gpu, config, Source::Checkpoint(weights.into()), dtype, taps, options)
     }
 
     /// A target of random weights, for measurements at a shape whose checkpoint is not at hand.
@@ -230,6 +234,7 @@ impl CudaTarget {
             pool: Rc::default(),
             logits: gpu.allocate(4 * width * vocab_size)?,
             argmax: Argmax::new(gpu, DType::F32, width)?,
+            draw: Draw::new(gpu, width, vocab_size)?,
             top_two: TopK::new(gpu, DType::F32, 1, vocab_size, 2.min(vocab_size))?,
             input: PassInput::new(gpu, width)?,
             packed: gpu.pinned(width)?,
@@ -276,14 +281,19 @@ impl CudaTarget {
         Ok(row)
     }
 
-    /// Asks for everything that a pass of `width` rows does.
-    fn pass(&self, width: usize) -> Result<()> {
+    /// Asks for everything that a pass of `width` rows does, with picks that are drawn or greedy.
+    fn pass(&self, width: usize, drawn: bool) -> Result<()> {
         let gpu = &self.stack.gpu;
         self.input.send(gpu, width)?;
         let taps = TapInto { layers: &self.taps, rows: &self.tap_rows };
-        self.stack.forward(&self.input.inputs(width), &self.shared.embed_tokens, taps)?;
+        let inputs = self.input.inputs(width);
+        self.stack.forward(&inputs, &self.shared.embed_tokens, taps)?;
         self.head(width)?;
-        self.argmax.run(gpu, &self.logits, width, self.shared.vocab_size)?;
+        if drawn {
+            self.draw.run(gpu, &inputs, &self.logits, self.argmax.packed())?;
+        } else {
+            self.argmax.run(gpu, &self.logits, width, self.shared.vocab_size)?;
+        }
         gpu.copy_out(self.argmax.packed(), &self.packed, 8 * width)
     }
 
@@ -299,27 +309,31 @@ impl CudaTarget {
         self.stack.gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape)
     }
 
-    /// Runs what `self.input` holds and waits for it.
-    fn run(&mut self, width: usize) -> Result<()> {
+    /// Runs what `self.input` holds and waits for it; `noise` is what picks are drawn with, if they are.
+    fn run(&mut self, width: usize, noise: Option<NoiseKey>) -> Result<()> {
         let gpu = &self.stack.gpu;
-        if !self.graphs.contains_key(&width) {
+        if let Some(key) = &noise {
+            self.draw.set(key);
+        }
+        let (key, drawn) = ((width, noise.is_some()), noise.is_some());
+        if !self.graphs.contains_key(&key) {
             self.plan(width)?;
             // Loads kernels, which cannot be captured.
-            self.pass(width)?;
+            self.pass(width, drawn)?;
             gpu.synchronize()?;
-            let graph = gpu.capture(|| self.pass(width))?;
-            self.graphs.insert(width, graph);
+            let graph = gpu.capture(|| self.pass(width, drawn))?;
+            self.graphs.insert(key, graph);
         }
-        self.graphs[&width].launch()?;
+        self.graphs[&key].launch()?;
         gpu.synchronize()?;
         self.input.landed();
         Ok(())
     }
 
-    /// Adds the picks of rows of the last pass: tokens where the greatest logit is what is asked for, else the logits
-    /// of the rows that matter.
+    /// Adds the picks of rows of the last pass: tokens where they are what is asked for, else the logits of the rows
+    /// that matter.
     fn hand_over(&self, rows: Range<usize>, picks: &mut Picks<'_>) -> Result<()> {
-        let device = picks.rule() <= PickRule::Argmax;
+        let device = picks.rule() <= DEVICE_PICKS;
         for row in rows {
             if device {
                 let token = Argmax::token(self.packed.as_slice()[row]);
@@ -398,6 +412,7 @@ impl Verifier for CudaTarget {
     fn capabilities(&self) -> Capabilities {
         let mut capabilities = Capabilities::new(self.shared.vocab_size, self.options.max_len);
         capabilities.max_slots = self.options.max_slots;
+        capabilities.device_picks = DEVICE_PICKS;
         capabilities
     }
 
@@ -423,7 +438,7 @@ impl Verifier for CudaTarget {
             let width = padded(chunk.len());
             let rows = chunk.iter().enumerate().map(|(row, &token)| (token, (at + row) as u32));
             self.input.write(&self.stack.gpu, width, at, rows, causal)?;
-            self.run(width)?;
+            self.run(width, noise_of(picks))?;
             let slots: Vec<u32> = (0..chunk.len() as u32).collect();
             taps.blocks.extend(self.take_taps(&slots)?.blocks);
             last = Some(chunk.len() - 1);
@@ -456,7 +471,7 @@ impl Verifier for CudaTarget {
             })?,
             None => self.input.write(gpu, width, start, rows, causal)?,
         }
-        self.run(width)?;
+        self.run(width, noise_of(picks))?;
         self.hand_over(0..tree.len(), picks)?;
         self.verified = Some(tree.len());
         Ok(())
@@ -479,6 +494,14 @@ impl Verifier for CudaTarget {
         self.committed = plan.new_len();
         Ok(taps)
     }
+}
+
+/// The most that picks on the GPU honour.
+const DEVICE_PICKS: PickRule = PickRule::Noise;
+
+/// What to draw picks with on the GPU, unless they are greedy or made on the host.
+fn noise_of(picks: &Picks<'_>) -> Option<NoiseKey> {
+    picks.noise().filter(|_| picks.rule() <= DEVICE_PICKS)
 }
 
 /// The mask of a path: every row sees itself and all before it.

@@ -9,7 +9,7 @@ use crate::candle::{Error, Result, Weights};
 /// Where weights come from.
 pub(super) enum Source {
     /// A checkpoint, opened for the CPU.
-    Checkpoint(Weights),
+    Checkpoint(Box<Weights>),
     /// Nowhere: random matrices, norms of one.
     Random { seed: u64 },
 }

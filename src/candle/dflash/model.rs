@@ -11,7 +11,7 @@ use crate::candle::{
     DecoderModel, Embedding, Error, KvCache, LmHead, Result, Weights,
     attention::{LayerMask, Segment},
     layers::{self, AttentionParts, Heads, Mlp, SelfAttention},
-    rope::{RopeTable, Rotation},
+    rope::{Rope, Rotation},
 };
 
 /// What a drafter takes from its target: it has no embedding and no output projection of its own.
@@ -79,7 +79,7 @@ pub struct DFlash {
     hidden_norm: RmsNorm,
     layers: Vec<Layer>,
     norm: RmsNorm,
-    rope: RopeTable,
+    rope: Rope,
     dtype: DType,
     /// Row `i` holds the token at position `start + i`. Rows behind the committed ones hold the
     /// block while a layer attends to it.
@@ -175,7 +175,7 @@ impl DFlash {
 
         // The last block may reach past the last position that the target can hold.
         let positions = shared.max_positions + config.block_size;
-        let rope = RopeTable::new(&decoder.rope, positions, dtype, &device)?;
+        let rope = Rope::new(&decoder.rope, positions, dtype, &device)?;
         let context = KvCache::new(
             stack.len(),
             heads.num_kv_heads,

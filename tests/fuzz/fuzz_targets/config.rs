@@ -1,6 +1,3 @@
 #![no_main]
 
-#[path = "../targets.rs"]
-mod targets;
-
-libfuzzer_sys::fuzz_target!(|data: &[u8]| targets::config(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| ddtree_fuzz::config(data));

@@ -1,6 +1,3 @@
 #![no_main]
 
-#[path = "../targets.rs"]
-mod targets;
-
-libfuzzer_sys::fuzz_target!(|data: &[u8]| targets::session(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| ddtree_fuzz::session(data));

@@ -1,22 +1,7 @@
 // Picks and top-k of rows of logits, without a copy of the logits to the host.
-//
-// Values are compared as integer keys that order as they do: NaN above everything, -0 equal to +0. The token id
-// makes keys unique, the lower id the greater, so that ties go to the lowest id in every kernel here.
 
 #include "common.cuh"
-
-__device__ __forceinline__ uint32_t order(float x) {
-    if (x != x)
-        return 0xffffffffu;
-    uint32_t bits = __float_as_uint(x + 0.0f);
-    return bits ^ (bits >> 31 ? 0xffffffffu : 0x80000000u);
-}
-
-__device__ __forceinline__ float value(uint32_t key) {
-    return __uint_as_float(key ^ (key >> 31 ? 0x80000000u : 0xffffffffu));
-}
-
-__device__ __forceinline__ uint64_t pack(uint32_t key, uint32_t id) { return (uint64_t)key << 32 | (uint32_t)~id; }
+#include "keys.cuh"
 
 // best[row] = the greatest packed entry of the row; `best` is zero before. Grid (parts, rows).
 template <typename T> __device__ void argmax(const T *logits, unsigned long long *best, int size) {

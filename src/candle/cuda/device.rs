@@ -16,8 +16,7 @@ use cudarc::nvrtc::Ptx;
 use super::products::{Products, WORKSPACE};
 use crate::candle::{Error, Result};
 
-/// Blocks of a kernel that is started early at most: those of larger ones would take multiprocessors from the kernel
-/// that they wait for.
+/// Blocks of a kernel that is started early at most, unless they are clusters: more would be in each other's way.
 const EARLY_BLOCKS: u32 = 264;
 
 /// A GPU. Clones are handles to the same one; everything made from it runs in one stream, in the order in which it
@@ -64,6 +63,11 @@ impl Gpu {
     /// # Errors
     /// No driver, no cuBLAS or no such GPU; one older than compute capability 8.0.
     pub fn new(ordinal: usize) -> Result<Self> {
+        Self::open(ordinal, true)
+    }
+
+    /// As [`new`](Self::new); unless `recent`, with the kernels for GPUs before compute capability 9.0.
+    pub(super) fn open(ordinal: usize, recent: bool) -> Result<Self> {
         // SAFETY: these open the libraries and close them again.
         let (driver, cublas) =
             unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
@@ -78,7 +82,7 @@ impl Gpu {
             let found = format!("a GPU of compute capability {major}.{minor}");
             return Err(Error::argument("ordinal", found, "8.0 or later"));
         }
-        let hopper = major >= 9;
+        let hopper = recent && major >= 9;
         let stream = context.new_stream()?;
         let modules = Modules {
             attention: module!(context, hopper, "attention"),
@@ -278,7 +282,7 @@ impl Gpu {
     }
 
     /// Asks for a kernel that may be started while the kernel asked for before it still runs, where the GPU can do
-    /// that: it waits by itself (`inputs_ready` in `kernels/common.cuh`) before it touches memory.
+    /// that: it waits by itself (`inputs_ready` in `kernels/common.cuh`) before it touches memory that others write.
     ///
     /// # Safety
     /// As [`launch`](Self::launch), and the kernel does that.
@@ -289,28 +293,30 @@ impl Gpu {
         block: (u32, u32),
         parameters: &mut [*mut c_void],
     ) -> Result<()> {
-        let blocks = grid.0 * grid.1 * grid.2;
-        if !self.0.hopper || blocks > EARLY_BLOCKS {
-            // SAFETY: promised by the caller.
-            return unsafe { self.launch(function, grid, block, parameters) };
-        }
+        // SAFETY: promised by the caller.
+        unsafe { self.launch_clusters(function, grid, block, Clusters::default(), parameters) }
+    }
+
+    /// As [`launch_early`](Self::launch_early), with blocks that work together.
+    ///
+    /// # Safety
+    /// As there.
+    pub(super) unsafe fn launch_clusters(
+        &self,
+        function: &CudaFunction,
+        grid: (u32, u32, u32),
+        block: (u32, u32),
+        clusters: Clusters,
+        parameters: &mut [*mut c_void],
+    ) -> Result<()> {
         self.0.context.bind_to_thread()?;
-        // SAFETY: an attribute of zeroes is a value of its type, of plain integers.
-        let mut early: sys::CUlaunchAttribute = unsafe { std::mem::zeroed() };
-        early.id = sys::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-        early.value.programmaticStreamSerializationAllowed = 1;
-        let config = sys::CUlaunchConfig {
-            gridDimX: grid.0,
-            gridDimY: grid.1,
-            gridDimZ: grid.2,
-            blockDimX: block.0,
-            blockDimY: block.1,
-            blockDimZ: 1,
-            sharedMemBytes: 0,
-            hStream: self.0.stream.cu_stream(),
-            attrs: &raw mut early,
-            numAttrs: 1,
-        };
+        let attributes = &mut attributes(clusters.blocks);
+        let mut config = launch_config(grid, block, clusters.shared_bytes, attributes);
+        config.hStream = self.0.stream.cu_stream();
+        let blocks = grid.0 * grid.1 * grid.2;
+        if !self.0.hopper || (clusters.blocks == 1 && blocks > EARLY_BLOCKS) {
+            config.numAttrs = 0;
+        }
         // SAFETY: promised by the caller.
         unsafe {
             sys::cuLaunchKernelEx(
@@ -322,6 +328,44 @@ impl Gpu {
             .result()?;
         }
         Ok(())
+    }
+
+    /// How many clusters of such blocks can run at once, where there are clusters.
+    pub(super) fn clusters_at_once(
+        &self,
+        function: &CudaFunction,
+        threads: u32,
+        clusters: Clusters,
+    ) -> Result<usize> {
+        self.0.context.bind_to_thread()?;
+        let attributes = &mut attributes(clusters.blocks);
+        let config =
+            launch_config((clusters.blocks, 1, 1), (threads, 1), clusters.shared_bytes, attributes);
+        let mut count = 0;
+        // SAFETY: the configuration is of the function's.
+        unsafe {
+            sys::cuOccupancyMaxActiveClusters(
+                &raw mut count,
+                function.cu_function(),
+                &raw const config,
+            )
+            .result()?;
+        }
+        Ok(count as usize)
+    }
+
+    /// Bytes of shared memory that a block can have, and that a multiprocessor has.
+    pub(super) fn shared_memory(&self) -> Result<(usize, usize)> {
+        use sys::CUdevice_attribute_enum as Attribute;
+        let block = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let all = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR;
+        let context = &self.0.context;
+        Ok((context.attribute(block)? as usize, context.attribute(all)? as usize))
+    }
+
+    /// Whether there are clusters, and kernels can be started early.
+    pub(super) fn is_hopper(&self) -> bool {
+        self.0.hopper
     }
 
     /// Captures what `work` asks for as a graph instead of doing it. `work` must have been done once before:
@@ -378,6 +422,54 @@ impl Graph {
 impl fmt::Debug for Graph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("Graph")
+    }
+}
+
+/// Blocks that run at the same time and can read each other's shared memory, where the GPU can do that.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Clusters {
+    pub(super) blocks: u32,
+    /// Shared memory of a block beyond what its kernel declares.
+    pub(super) shared_bytes: usize,
+}
+
+impl Default for Clusters {
+    fn default() -> Self {
+        Self { blocks: 1, shared_bytes: 0 }
+    }
+}
+
+/// Attributes of a kernel that is started early, in clusters of `blocks`.
+fn attributes(blocks: u32) -> [sys::CUlaunchAttribute; 2] {
+    use sys::CUlaunchAttributeID as Id;
+    // SAFETY: an attribute of zeroes is a value of its type, of plain integers.
+    let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
+    attributes[0].id = Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+    attributes[0].value.programmaticStreamSerializationAllowed = 1;
+    attributes[1].id = Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    attributes[1].value.clusterDim.x = blocks;
+    attributes[1].value.clusterDim.y = 1;
+    attributes[1].value.clusterDim.z = 1;
+    attributes
+}
+
+fn launch_config(
+    grid: (u32, u32, u32),
+    block: (u32, u32),
+    shared_bytes: usize,
+    attributes: &mut [sys::CUlaunchAttribute],
+) -> sys::CUlaunchConfig {
+    sys::CUlaunchConfig {
+        gridDimX: grid.0,
+        gridDimY: grid.1,
+        gridDimZ: grid.2,
+        blockDimX: block.0,
+        blockDimY: block.1,
+        blockDimZ: 1,
+        sharedMemBytes: shared_bytes as u32,
+        hStream: std::ptr::null_mut(),
+        attrs: attributes.as_mut_ptr(),
+        numAttrs: attributes.len() as u32,
     }
 }
 

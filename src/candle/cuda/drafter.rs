@@ -147,15 +147,7 @@ impl CudaDFlash {
         let none = TapInto { layers: &[], rows: &self.logits };
         let inputs = self.block.inputs(width);
         self.stack.forward(&inputs, &self.shared.embed_tokens, none)?;
-        let shape = Product {
-            rows: width,
-            inputs: self.shared.hidden,
-            outputs: vocab_size,
-            skipped: 0,
-            dtype: self.stack.dtype(),
-            y_dtype: DType::F32,
-            add: false,
-        };
+        let shape = self.shared.head(width, self.stack.dtype());
         gpu.product(self.stack.output(), &self.shared.lm_head, &self.logits, shape)?;
         // Slot 0 holds the root; what it would predict is known.
         let depths = self.config.block_size() - 1;
@@ -167,6 +159,13 @@ impl CudaDFlash {
         let bytes = 4 * depths * self.top_k.k();
         gpu.copy_out(&self.top_k.ids, &self.ids, bytes)?;
         gpu.copy_out(&self.top_k.log_probs, &self.log_probs, bytes)
+    }
+
+    /// Finds out how the products of a proposal are best done.
+    fn plan(&self, width: usize) -> Result<()> {
+        self.stack.plan(width)?;
+        let (x, shape) = (self.stack.output(), self.shared.head(width, self.stack.dtype()));
+        self.stack.gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape)
     }
 
     /// Asks for everything that an observation of `width` rows does on the GPU, once their taps are there.
@@ -186,7 +185,8 @@ impl CudaDFlash {
         };
         gpu.product(context.taps.pointer(), &self.fc, &context.projected, shape)?;
         let norm = (&self.hidden_norm, self.stack.eps);
-        kernels.norm(gpu, width, &context.projected, norm, &context.normed, None, hidden)?;
+        let (projected, normed) = (&context.projected, &context.normed);
+        kernels.norm(gpu, width, projected, norm, normed, None, hidden)?;
         for layer in 0..self.stack.num_layers() {
             self.stack.write_context(layer, &inputs, context.normed.pointer(), &context.kv)?;
         }
@@ -292,6 +292,7 @@ impl Drafter<CudaTaps> for CudaDFlash {
             self.couple.set(&key);
         }
         if !self.drafts.contains_key(&coupled) {
+            self.plan(width)?;
             self.draft_pass(width, coupled)?;
             gpu.synchronize()?;
             let graph = gpu.capture(|| self.draft_pass(width, coupled))?;

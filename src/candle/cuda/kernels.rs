@@ -2,9 +2,12 @@
 //! in `kernels/`.
 
 use candle_core::DType;
-use cudarc::driver::{CudaFunction, sys::CUdeviceptr};
+use cudarc::driver::{
+    CudaFunction,
+    sys::{self, CUdeviceptr},
+};
 
-use super::device::{Buffer, Gpu};
+use super::device::{Buffer, Clusters, Gpu};
 use crate::candle::{Error, Result};
 
 /// Entries of a row that `top_k` can select at most.
@@ -13,9 +16,16 @@ pub(super) const MAX_TOP_K: usize = 64;
 /// Slots of a pass at most: an accepted path names them in bytes.
 pub(super) const MAX_SLOTS: usize = 252;
 
-/// Query rows of one block, and splits of the keys, in the attention kernels for bf16 and f16.
-const TILE_ROWS: usize = 64;
-const MAX_SPLITS: usize = 32;
+/// Keys that a warp takes at a time in the attention kernels for bf16 and f16, and steps of that in shared memory.
+const UNIT: usize = 32;
+const MIN_STAGES: usize = 2;
+const MAX_STAGES: usize = 4;
+
+/// Splits of the keys at most: the blocks that a cluster can have on every GPU that has clusters.
+const MAX_SPLITS: usize = 8;
+
+/// Blocks of the kernel for SiLU at most: each then has several runs of its loop.
+const SILU_BLOCKS: usize = 528;
 
 /// Entries of one block of `top_k`, and candidates of one of its rows at most.
 const SLICE: usize = 8192;
@@ -38,7 +48,7 @@ pub(super) struct Kernels {
     rope_store: CudaFunction,
     attend: CudaFunction,
     /// Absent for f32, whose attention has no splits.
-    merge: Option<CudaFunction>,
+    splitting: Option<Splitting>,
     fill_random: CudaFunction,
     compact: CudaFunction,
     gather: CudaFunction,
@@ -104,32 +114,106 @@ pub(super) struct RopeStore<'a> {
     pub(super) values: CUdeviceptr,
 }
 
-/// Memory that attention needs for splits.
+/// What attention needs to split keys over blocks.
+#[derive(Debug)]
+struct Splitting {
+    merge: CudaFunction,
+    /// Warps of a block.
+    warps: usize,
+    /// Bytes of shared memory that a block may have.
+    shared: usize,
+    multiprocessors: usize,
+    /// How many tiles can be worked on at once with 1, 2, ... splits each.
+    at_once: Vec<usize>,
+}
+
+/// How a pass is split.
+#[derive(Clone, Copy, Debug)]
+struct Split {
+    /// Warps of a block over different rows, and over different keys.
+    row_warps: usize,
+    key_warps: usize,
+    tiles: usize,
+    splits: usize,
+    stages: usize,
+}
+
+impl Splitting {
+    fn new(gpu: &Gpu, merge: CudaFunction, attend: &CudaFunction, head_dim: usize) -> Result<Self> {
+        use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+        let warps = if head_dim <= 128 { 6 } else { 4 };
+        // Two blocks share a multiprocessor, unless it has too little memory.
+        let (block, all) = gpu.shared_memory()?;
+        let half = all / 2 - 1024;
+        let least = shared_bytes(head_dim, warps, 1, MIN_STAGES);
+        let (shared, blocks) = if half >= least { (half, 2) } else { (block, 1) };
+        attend.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)?;
+        let multiprocessors = gpu.multiprocessors()?;
+        let at_once = |splits| {
+            if !gpu.is_hopper() {
+                return Ok(blocks * multiprocessors / splits);
+            }
+            let clusters = Clusters { blocks: splits as u32, shared_bytes: shared };
+            gpu.clusters_at_once(attend, 32 * warps as u32, clusters)
+        };
+        let at_once = (1..=MAX_SPLITS).map(at_once).collect::<Result<_>>()?;
+        Ok(Self { merge, warps, shared, multiprocessors, at_once })
+    }
+
+    /// The least time, by rough measure, for a prefix of about a thousand keys: as many splits as run at once, units
+    /// that a warp multiplies, units that a multiprocessor copies, and parts to merge.
+    fn split(&self, heads: Heads, width: usize) -> Split {
+        let row_groups = (width * heads.query / heads.kv).div_ceil(16);
+        let units = (1024 + width).div_ceil(UNIT);
+        let candidates = (1..=self.warps).filter(|row_warps| self.warps % row_warps == 0);
+        let splits = candidates.filter_map(|row_warps| {
+            let (tiles, key_warps) = (row_groups.div_ceil(row_warps), self.warps / row_warps);
+            let groups = tiles * heads.kv;
+            let splits = self.at_once.iter().rposition(|&at_once| at_once >= groups);
+            let splits = splits.map_or(1, |at| at + 1);
+            let fits = |stages: &usize| {
+                shared_bytes(heads.size, row_warps, key_warps, *stages) <= self.shared
+            };
+            let stages = (MIN_STAGES..=MAX_STAGES).rev().find(fits)?;
+            let waves = groups.div_ceil(self.at_once[splits - 1].max(1));
+            let blocks = (groups * splits).div_ceil(self.multiprocessors);
+            let products = waves * units.div_ceil(splits * key_warps);
+            let copies = blocks * units.div_ceil(splits);
+            let split = Split { row_warps, key_warps, tiles, splits, stages };
+            Some((3 * products + copies + 2 * splits, split))
+        });
+        let best = splits.min_by_key(|(work, split)| (*work, std::cmp::Reverse(split.row_warps)));
+        best.expect("there is memory for all warps over rows").1
+    }
+}
+
+/// Bytes of shared memory: for the steps in flight and the queries; when they are done, for what the warps leave.
+fn shared_bytes(head_dim: usize, row_warps: usize, key_warps: usize, stages: usize) -> usize {
+    let rows = stages * key_warps * 2 * UNIT + 16 * row_warps;
+    (rows * 2 * (head_dim + 8)).max(16 * row_warps * key_warps * (4 * head_dim + 8))
+}
+
+/// Memory for what splits leave, where they cannot read each other's.
 #[derive(Debug)]
 pub(super) struct Splits {
     partial: Buffer,
     norms: Buffer,
-    multiprocessors: usize,
 }
 
 impl Splits {
-    pub(super) fn new(gpu: &Gpu, heads: Heads, max_rows: usize) -> Result<Self> {
-        let multiprocessors = gpu.multiprocessors()?;
-        let group = heads.query / heads.kv;
-        let tiles = |rows: usize| (rows * group).div_ceil(TILE_ROWS);
-        let needed = |rows| splits(multiprocessors, heads.kv, tiles(rows)) * tiles(rows);
-        let rows = heads.kv * TILE_ROWS * (1..=max_rows).map(needed).max().unwrap_or(0);
-        Ok(Self {
-            partial: gpu.allocate(4 * rows * heads.size)?,
-            norms: gpu.allocate(8 * rows)?,
-            multiprocessors,
-        })
+    pub(super) fn new(gpu: &Gpu, kernels: &Kernels, heads: Heads, max_rows: usize) -> Result<Self> {
+        let needed = |splitting: &Splitting, width| {
+            let split = splitting.split(heads, width);
+            heads.kv * split.splits * split.tiles * split.row_warps * 16
+        };
+        let rows = match &kernels.splitting {
+            Some(splitting) if !gpu.is_hopper() => {
+                (1..=max_rows).map(|width| needed(splitting, width)).max().unwrap_or(0)
+            }
+            _ => 0,
+        };
+        Ok(Self { partial: gpu.allocate(2 * rows * heads.size)?, norms: gpu.allocate(8 * rows)? })
     }
-}
-
-/// Splits of the keys: enough blocks for three on every multiprocessor.
-fn splits(multiprocessors: usize, kv_heads: usize, tiles: usize) -> usize {
-    (3 * multiprocessors / (kv_heads * tiles)).clamp(1, MAX_SPLITS)
 }
 
 impl Kernels {
@@ -152,11 +236,15 @@ impl Kernels {
             norm: modules.norm.load_function(&format!("norm_{suffix}"))?,
             silu_mul: modules.norm.load_function(&format!("silu_mul_{suffix}"))?,
             rope_store: modules.rope.load_function(&format!("rope_store_{head_dim}_{suffix}"))?,
-            attend,
-            merge: match dtype {
+            splitting: match dtype {
                 DType::F32 => None,
-                _ => Some(modules.attention.load_function(&format!("merge_{head_dim}_{suffix}"))?),
+                _ => {
+                    let merge =
+                        modules.attention.load_function(&format!("merge_{head_dim}_{suffix}"))?;
+                    Some(Splitting::new(gpu, merge, &attend, head_dim)?)
+                }
             },
+            attend,
             fill_random: modules.random.load_function(&format!("fill_random_{suffix}"))?,
             compact: modules.commit.load_function("compact")?,
             gather: modules.commit.load_function("gather")?,
@@ -229,11 +317,17 @@ impl Kernels {
         out: &Buffer,
         size: usize,
     ) -> Result<()> {
-        let (gate_up, out, count) = (gate_up.pointer(), out.pointer(), size as i32);
-        let grid = (size.div_ceil(4 * 128) as u32, rows as u32, 1);
+        let blocks = (rows * size / 8).div_ceil(256).min(SILU_BLOCKS) as u32;
+        let (gate_up, out, size, count) =
+            (gate_up.pointer(), out.pointer(), size as i32, rows as i32);
         // SAFETY: as above.
         unsafe {
-            gpu.launch_early(&self.silu_mul, grid, (128, 1), parameters!(gate_up, out, count))
+            gpu.launch_early(
+                &self.silu_mul,
+                (blocks, 1, 1),
+                (256, 1),
+                parameters!(gate_up, out, size, count),
+            )
         }
     }
 
@@ -256,8 +350,8 @@ impl Kernels {
         unsafe {
             gpu.launch_early(
                 &self.rope_store,
-                (inputs.rows as u32, all.div_ceil(4) as u32, 1),
-                (32, 4),
+                (inputs.rows as u32, all.div_ceil(8) as u32, 1),
+                (32, 8),
                 parameters!(
                     qkv, bias, q_norm, k_norm, eps, rope, positions, prefix, keys, values, query,
                     kv
@@ -276,14 +370,14 @@ impl Kernels {
         qkv: &Buffer,
         (keys, values): (CUdeviceptr, CUdeviceptr),
         out: &Buffer,
-        splits_memory: &Splits,
+        splits: &Splits,
     ) -> Result<()> {
         let group = heads.query / heads.kv;
         let (q, out) = (qkv.pointer(), out.pointer());
         let q_stride = (heads.q_size() + 2 * heads.kv_size()) as i32;
         let (prefix, mask, mask_words) = (inputs.prefix, inputs.mask, inputs.mask_words as i32);
         let scale = (self.head_dim as f32).powf(-0.5);
-        let Some(merge) = &self.merge else {
+        let Some(splitting) = &self.splitting else {
             let group = group as i32;
             let grid = (inputs.rows as u32, heads.query as u32, 1);
             // SAFETY: as above.
@@ -298,28 +392,39 @@ impl Kernels {
                 )
             };
         };
-        let rows = inputs.rows * group;
-        let tiles = rows.div_ceil(TILE_ROWS);
-        let splits = splits(splits_memory.multiprocessors, heads.kv, tiles);
-        let (partial, norms) = (splits_memory.partial.pointer(), splits_memory.norms.pointer());
+        let split = splitting.split(heads, inputs.rows);
+        let clusters = Clusters {
+            blocks: split.splits as u32,
+            shared_bytes: shared_bytes(heads.size, split.row_warps, split.key_warps, split.stages),
+        };
+        let (partial, norms) = (splits.partial.pointer(), splits.norms.pointer());
         let (width, group) = (inputs.rows as i32, group as i32);
-        let (count, padded) = (splits as i32, (tiles * TILE_ROWS) as i32);
+        let (row_warps, key_warps, stages) =
+            (split.row_warps as i32, split.key_warps as i32, split.stages as i32);
         // SAFETY: as above; the memory for splits was sized for every width.
         unsafe {
-            gpu.launch_early(
+            gpu.launch_clusters(
                 &self.attend,
-                (tiles as u32, heads.kv as u32, splits as u32),
-                (128, 1),
+                (split.splits as u32, split.tiles as u32, heads.kv as u32),
+                (32 * splitting.warps as u32, 1),
+                clusters,
                 parameters!(
                     q, q_stride, keys, values, out, partial, norms, prefix, mask, mask_words,
-                    width, group, scale
+                    width, group, scale, row_warps, key_warps, stages
                 ),
             )?;
-            gpu.launch_early(
-                merge,
-                (rows.div_ceil(4) as u32, heads.kv as u32, 1),
+        }
+        if gpu.is_hopper() {
+            return Ok(());
+        }
+        let splits = split.splits as i32;
+        // SAFETY: as above.
+        unsafe {
+            gpu.launch(
+                &splitting.merge,
+                ((split.tiles * split.row_warps) as u32, heads.kv as u32, 1),
                 (128, 1),
-                parameters!(partial, norms, out, prefix, width, group, count, padded),
+                parameters!(partial, norms, out, prefix, width, group, splits),
             )
         }
     }
@@ -392,8 +497,9 @@ impl Kernels {
     }
 }
 
+/// Two or more loads a thread, so that blocks of all rows of a pass can run at once.
 fn row_threads(size: usize) -> u32 {
-    (size.div_ceil(4).next_multiple_of(32)).min(1024) as u32
+    (size.div_ceil(8).next_multiple_of(32)).min(1024) as u32
 }
 
 /// The greatest entry of each row of logits: packed on the GPU, a token id on the host.

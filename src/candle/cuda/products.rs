@@ -14,6 +14,11 @@ use crate::candle::Result;
 /// What algorithms may use besides their operands. Hopper's want up to 32 MiB.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
+/// Algorithms that are timed for a shape at most, on how many weights, and how often.
+const CANDIDATES: usize = 16;
+const TIMED_WEIGHTS: usize = 8;
+const TIMED_RUNS: usize = 3;
+
 /// `CUBLAS_OP_T`.
 const TRANSPOSED: i32 = 1;
 
@@ -81,10 +86,55 @@ impl Gpu {
         let products = self.products();
         let mut plans = products.plans.borrow_mut();
         let plan = match plans.entry(shape) {
-            Entry::Occupied(plan) => plan.into_mut(),
-            Entry::Vacant(place) => place.insert(Plan::new(products.handle, shape)?),
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => entry.insert(Plan::new(products.handle, shape)?),
         };
-        plan.run(self, products.handle, operands)
+        plan.run(self, products.handle, operands, 0)
+    }
+
+    /// Finds the fastest way to do the products of a shape, unless they have been done before: from then on they are
+    /// done that way, so that results of one `Gpu` can be repeated. What is at `y` is lost. `weights` are those of the
+    /// shape that a pass goes through: each is found in the L2 cache as far as it will be in a pass.
+    ///
+    /// In f32 the library's first choice stays.
+    pub(super) fn plan_product(
+        &self,
+        x: CUdeviceptr,
+        weights: &[&Buffer],
+        y: &Buffer,
+        shape: Product,
+    ) -> Result<()> {
+        let products = self.products();
+        if shape.dtype == DType::F32 || products.plans.borrow().contains_key(&shape) {
+            return Ok(());
+        }
+        self.bind()?;
+        let weights = &weights[..weights.len().min(TIMED_WEIGHTS)];
+        let mut plan = Plan::new(products.handle, shape)?;
+        let run = |candidate| {
+            weights.iter().try_for_each(|w| {
+                let operands = Operands { x, w: w.pointer(), y: y.pointer() };
+                plan.run(self, products.handle, operands, candidate)
+            })
+        };
+        let (mut best, mut best_time) = (0, f64::INFINITY);
+        for candidate in 0..plan.algorithms.len() {
+            // Loads the kernel, which cannot be captured. Some ways turn out not to work.
+            if run(candidate).is_err() {
+                continue;
+            }
+            self.synchronize()?;
+            let graph = self.capture(|| run(candidate))?;
+            for _ in 0..TIMED_RUNS {
+                let time = self.time(|| graph.launch())?;
+                if time < best_time {
+                    (best, best_time) = (candidate, time);
+                }
+            }
+        }
+        plan.algorithms.swap(0, best);
+        products.plans.borrow_mut().insert(shape, plan);
+        Ok(())
     }
 }
 
@@ -94,11 +144,14 @@ struct Plan {
     w: Layout,
     x: Layout,
     y: Layout,
-    algorithm: sys::cublasLtMatmulAlgo_t,
+    /// Ways to do it; the first is used.
+    algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
     add: bool,
 }
 
 impl Plan {
+    /// With the ways that the library knows, what it thinks best first.
+    ///
     /// cuBLAS counts columns first, so it is told to compute `y^T = w x^T`.
     fn new(handle: sys::cublasLtHandle_t, shape: Product) -> Result<Self> {
         let Product { rows, inputs, outputs, dtype, y_dtype, .. } = shape;
@@ -109,8 +162,12 @@ impl Plan {
         let y = Layout::new(y_dtype, outputs, rows)?;
         let preference = Preference(lt::create_matmul_pref()?);
         let (transposed, workspace) = (TRANSPOSED, WORKSPACE as u64);
-        // SAFETY: every attribute is given a value of its type.
-        let found = unsafe {
+        let reductions =
+            sys::cublasLtReductionScheme_t::CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE as u32;
+        let mut found = Vec::with_capacity(CANDIDATES);
+        // SAFETY: every attribute is given a value of its type, and there is room for the results; those there are
+        // have been written.
+        unsafe {
             lt::set_matmul_desc_attribute(
                 description.0,
                 sys::cublasLtMatmulDescAttributes_t::CUBLASLT_MATMUL_DESC_TRANSA,
@@ -123,12 +180,43 @@ impl Plan {
                 (&raw const workspace).cast(),
                 size_of_val(&workspace),
             )?;
-            lt::get_matmul_algo_heuristic(handle, description.0, w.0, x.0, y.0, y.0, preference.0)?
-        };
-        Ok(Self { description, w, x, y, algorithm: found.algo, add: shape.add })
+            lt::set_matmul_pref_attribute(
+                preference.0,
+                sys::cublasLtMatmulPreferenceAttributes_t::CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
+                (&raw const reductions).cast(),
+                size_of_val(&reductions),
+            )?;
+            let mut written = 0;
+            sys::cublasLtMatmulAlgoGetHeuristic(
+                handle,
+                description.0,
+                w.0,
+                x.0,
+                y.0,
+                y.0,
+                preference.0,
+                CANDIDATES as i32,
+                found.as_mut_ptr(),
+                &raw mut written,
+            )
+            .result()?;
+            found.set_len(written as usize);
+        }
+        if found.is_empty() {
+            sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED.result()?;
+        }
+        let algorithm = |found: sys::cublasLtMatmulHeuristicResult_t| found.algo;
+        let algorithms = found.into_iter().map(algorithm).collect();
+        Ok(Self { description, w, x, y, algorithms, add: shape.add })
     }
 
-    fn run(&self, gpu: &Gpu, handle: sys::cublasLtHandle_t, operands: Operands) -> Result<()> {
+    fn run(
+        &self,
+        gpu: &Gpu,
+        handle: sys::cublasLtHandle_t,
+        operands: Operands,
+        candidate: usize,
+    ) -> Result<()> {
         let (one, old) = (1.0f32, if self.add { 1.0f32 } else { 0.0 });
         let (workspace, stream) = gpu.workspace();
         // SAFETY: `product` checked the operands against the shape that the layouts were made for; the workspace is as
@@ -147,7 +235,7 @@ impl Plan {
                 self.y.0,
                 operands.y as *mut c_void,
                 self.y.0,
-                &raw const self.algorithm,
+                &raw const self.algorithms[candidate],
                 workspace as *mut c_void,
                 WORKSPACE,
                 stream.cast(),

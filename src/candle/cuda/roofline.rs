@@ -57,6 +57,7 @@ impl CudaTarget {
         }
         let width = padded(slots);
         let gpu = self.roofline_parts().0;
+        self.plan(width)?;
         self.products(width)?;
         gpu.synchronize()?;
         let graph = gpu.capture(|| self.products(width))?;

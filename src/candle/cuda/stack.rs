@@ -113,7 +113,7 @@ impl Stack {
             mixed: gpu.allocate(element * max_width * q)?,
             gate_up: gpu.allocate(element * max_width * 2 * intermediate)?,
             activated: gpu.allocate(element * max_width * intermediate)?,
-            splits: Splits::new(&gpu, heads, max_width)?,
+            splits: Splits::new(&gpu, &kernels, heads, max_width)?,
         };
         Ok(Self {
             rope: gpu.upload(&rope)?,
@@ -240,7 +240,33 @@ impl Stack {
         Ok(())
     }
 
+    /// Finds out how the products of a pass of `rows` rows are best done.
+    pub(super) fn plan(&self, rows: usize) -> Result<()> {
+        let Some(layer) = self.layers.first() else { return Ok(()) };
+        let each =
+            |weight: fn(&Layer) -> &Buffer| self.layers.iter().map(weight).collect::<Vec<_>>();
+        for (weight, weights) in [
+            (Weight::Qkv(layer), each(|layer| &layer.qkv)),
+            (Weight::O(layer), each(|layer| &layer.o)),
+            (Weight::GateUp(layer), each(|layer| &layer.gate_up)),
+            (Weight::Down(layer), each(|layer| &layer.down)),
+        ] {
+            let (x, _, y, shape) = self.operands(rows, weight);
+            self.gpu.plan_product(x, &weights, y, shape)?;
+        }
+        Ok(())
+    }
+
     fn product(&self, rows: usize, weight: Weight<'_>) -> Result<()> {
+        let (x, w, y, shape) = self.operands(rows, weight);
+        self.gpu.product(x, w, y, shape)
+    }
+
+    fn operands<'a>(
+        &'a self,
+        rows: usize,
+        weight: Weight<'a>,
+    ) -> (CUdeviceptr, &'a Buffer, &'a Buffer, Product) {
         let s = &self.scratch;
         let dtype = self.dtype();
         let (hidden, intermediate, q) = (self.hidden, self.intermediate, self.heads.q_size());
@@ -259,7 +285,7 @@ impl Stack {
         };
         let add = std::ptr::eq(y, &s.residual);
         let shape = Product { rows, inputs, outputs, skipped: 0, dtype, y_dtype, add };
-        self.gpu.product(x.pointer(), w, y, shape)
+        (x.pointer(), w, y, shape)
     }
 
     /// Makes the rows of `slots` of the pass that began at cache row `start` the rows from `start` on.
@@ -296,7 +322,10 @@ fn check(config: &DecoderConfig) -> Result<()> {
         return Err(Error::config("architectures", found, "Llama, Qwen2 or Qwen3 on a GPU"));
     }
     Kernels::check_row("hidden_size", config.hidden_size)?;
-    Kernels::check_row("intermediate_size", config.intermediate_size.min(16 * 1024))?;
+    if config.intermediate_size % 8 != 0 {
+        let accepted = "a multiple of 8 on a GPU";
+        return Err(Error::config("intermediate_size", config.intermediate_size, accepted));
+    }
     if config.rope.rotary_dim != config.head_dim {
         let accepted = format!("{} on a GPU, the whole head", config.head_dim);
         return Err(Error::config("rotary dimensions", config.rope.rotary_dim, accepted));

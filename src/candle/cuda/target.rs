@@ -91,6 +91,21 @@ pub(super) struct Shared {
     pub(super) max_slots: usize,
 }
 
+impl Shared {
+    /// The product that makes logits of `rows` rows.
+    pub(super) fn head(&self, rows: usize, dtype: DType) -> Product {
+        Product {
+            rows,
+            inputs: self.hidden,
+            outputs: self.vocab_size,
+            skipped: 0,
+            dtype,
+            y_dtype: DType::F32,
+            add: false,
+        }
+    }
+}
+
 /// Hidden states of committed rows on the GPU, for a drafter there. Their memory goes back to the target when they
 /// are dropped.
 #[derive(Debug)]
@@ -283,16 +298,15 @@ impl CudaTarget {
     }
 
     fn head(&self, width: usize) -> Result<()> {
-        let shape = Product {
-            rows: width,
-            inputs: self.shared.hidden,
-            outputs: self.shared.vocab_size,
-            skipped: 0,
-            dtype: self.stack.dtype(),
-            y_dtype: DType::F32,
-            add: false,
-        };
+        let shape = self.shared.head(width, self.stack.dtype());
         self.stack.gpu.product(self.stack.output(), &self.shared.lm_head, &self.logits, shape)
+    }
+
+    /// Finds out how the products of a pass are best done.
+    pub(super) fn plan(&self, width: usize) -> Result<()> {
+        self.stack.plan(width)?;
+        let (x, shape) = (self.stack.output(), self.shared.head(width, self.stack.dtype()));
+        self.stack.gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape)
     }
 
     /// Runs what `self.input` holds and waits for it; `noise` is what picks are drawn with, if they are.
@@ -303,7 +317,8 @@ impl CudaTarget {
         }
         let (key, drawn) = ((width, noise.is_some()), noise.is_some());
         if !self.graphs.contains_key(&key) {
-            // Loads kernels and plans products, which cannot be captured.
+            self.plan(width)?;
+            // Loads kernels, which cannot be captured.
             self.pass(width, drawn)?;
             gpu.synchronize()?;
             let graph = gpu.capture(|| self.pass(width, drawn))?;

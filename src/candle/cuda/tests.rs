@@ -15,6 +15,7 @@ use serde_json::Value;
 
 use super::device::{Buffer, Gpu};
 use super::kernels::{Argmax, Heads, Inputs, Kernels, Path, Splits, TopK};
+use super::products::Product;
 use super::{CudaDFlash, CudaOptions, CudaTarget};
 use crate::candle::dflash::DFlashConfig;
 use crate::candle::{DecoderConfig, Weights};
@@ -32,6 +33,12 @@ fn gpu() -> Option<Gpu> {
         }
         Err(error) => panic!("{error}"),
     }
+}
+
+/// The GPU with the kernels that it gets, and with those that older ones get.
+fn gpu_new_and_old() -> Vec<Gpu> {
+    let Some(gpu) = gpu() else { return Vec::new() };
+    vec![gpu, Gpu::open(0, false).unwrap()]
 }
 
 /// `values` on the GPU in a type, and as that type holds them.
@@ -193,13 +200,18 @@ fn ancestor_rows(parents: &[i32], words: usize) -> Vec<u64> {
 
 #[test]
 fn attention_equals_a_sum_over_visible_keys() {
-    let Some(gpu) = gpu() else { return };
+    for gpu in gpu_new_and_old() {
+        attention_on(&gpu);
+    }
+}
+
+fn attention_on(gpu: &Gpu) {
     let mut rng = StdRng::seed_from_u64(3);
     for dtype in TYPES {
         for (size, kv, group) in [(64, 3, 3), (128, 2, 4), (256, 1, 2), (64, 2, 1), (128, 1, 8)] {
             let heads = Heads { query: kv * group, kv, size };
-            let kernels = Kernels::new(&gpu, dtype, size).unwrap();
-            let splits = Splits::new(&gpu, heads, 144).unwrap();
+            let kernels = Kernels::new(gpu, dtype, size).unwrap();
+            let splits = Splits::new(gpu, &kernels, heads, 144).unwrap();
             for (prefix, width) in [
                 (0usize, 1usize),
                 (1, 1),
@@ -209,6 +221,8 @@ fn attention_equals_a_sum_over_visible_keys() {
                 (64, 72),
                 (1000, 1),
                 (1000, 72),
+                (129, 40),
+                (77, 136),
                 (300, 144),
                 (8191, 1),
                 (8191, 16),
@@ -217,9 +231,9 @@ fn attention_equals_a_sum_over_visible_keys() {
                 let mask = ancestor_rows(&random_parents(&mut rng, width), words);
                 let keys = prefix + width;
                 let stride = (kv * group + 2 * kv) * size;
-                let (qkv, q) = upload(&gpu, dtype, &random(&mut rng, width * stride));
-                let (k_buffer, k) = upload(&gpu, dtype, &random(&mut rng, keys * kv * size));
-                let (v_buffer, v) = upload(&gpu, dtype, &random(&mut rng, keys * kv * size));
+                let (qkv, q) = upload(gpu, dtype, &random(&mut rng, width * stride));
+                let (k_buffer, k) = upload(gpu, dtype, &random(&mut rng, keys * kv * size));
+                let (v_buffer, v) = upload(gpu, dtype, &random(&mut rng, keys * kv * size));
                 let out = gpu.allocate(4 * width * kv * group * size).unwrap();
                 let prefix_buffer = gpu.upload(&[prefix as u32]).unwrap();
                 let mask_buffer = gpu.upload(&mask).unwrap();
@@ -232,8 +246,8 @@ fn attention_equals_a_sum_over_visible_keys() {
                     rows: width,
                 };
                 let cache = (k_buffer.pointer(), v_buffer.pointer());
-                kernels.attend(&gpu, &inputs, heads, &qkv, cache, &out, &splits).unwrap();
-                let found = download(&gpu, dtype, &out, width * kv * group * size);
+                kernels.attend(gpu, &inputs, heads, &qkv, cache, &out, &splits).unwrap();
+                let found = download(gpu, dtype, &out, width * kv * group * size);
                 let what = format!("{dtype:?} {heads:?} prefix {prefix} width {width}");
                 for slot in 0..width {
                     for head in 0..kv * group {
@@ -272,6 +286,37 @@ fn attention_equals_a_sum_over_visible_keys() {
                     }
                 }
             }
+        }
+    }
+}
+
+#[test]
+fn products_equal_the_hosts() {
+    let Some(gpu) = gpu() else { return };
+    let mut rng = StdRng::seed_from_u64(7);
+    let (inputs, outputs) = (768, 320);
+    for dtype in TYPES {
+        for (rows, add) in [(1, false), (1, true), (8, true), (72, false), (136, true)] {
+            let (x_buffer, x) = upload(&gpu, dtype, &random(&mut rng, rows * inputs));
+            let (w_buffer, w) = upload(&gpu, dtype, &random(&mut rng, outputs * inputs));
+            let before = random(&mut rng, rows * outputs);
+            let y_dtype = DType::F32;
+            let shape = Product { rows, inputs, outputs, skipped: 0, dtype, y_dtype, add };
+            let (x_at, scratch) = (x_buffer.pointer(), gpu.upload(&before).unwrap());
+            gpu.plan_product(x_at, &[&w_buffer, &w_buffer], &scratch, shape).unwrap();
+            let y = gpu.upload(&before).unwrap();
+            gpu.product(x_at, &w_buffer, &y, shape).unwrap();
+            let found = download(&gpu, DType::F32, &y, rows * outputs);
+            let expected: Vec<f32> = (0..rows * outputs)
+                .map(|at| {
+                    let (x, w) = (&x[at / outputs * inputs..], &w[at % outputs * inputs..]);
+                    let terms = x[..inputs].iter().zip(&w[..inputs]);
+                    let sum: f64 = terms.map(|(&x, &w)| f64::from(x) * f64::from(w)).sum();
+                    (sum + if add { f64::from(before[at]) } else { 0.0 }) as f32
+                })
+                .collect();
+            let distance = distance(&found, &expected);
+            assert!(distance < 1e-5, "{dtype:?}, {rows} rows, add {add}: {distance}");
         }
     }
 }
@@ -399,31 +444,46 @@ fn bf16_and_f16_are_near_f32() {
     }
 }
 
-/// Microseconds per launch of every kernel at the shape of Qwen3-8B, in a graph of 36.
+/// Microseconds per launch of every kernel at the shapes of Qwen3-8B and SmolLM2-135M, in a graph of 36.
 #[test]
 #[ignore = "a measurement"]
 fn kernel_times() {
     let Some(gpu) = gpu() else { return };
-    let (hidden, intermediate, vocab_size, prefix) = (4096, 12_288, 151_936, 1024);
     let heads = Heads { query: 32, kv: 8, size: 128 };
-    let kernels = Kernels::new(&gpu, DType::BF16, 128).unwrap();
-    let splits = Splits::new(&gpu, heads, 144).unwrap();
+    kernel_times_of(&gpu, heads, 4096, 12_288, 151_936, 1024);
+    let heads = Heads { query: 9, kv: 3, size: 64 };
+    kernel_times_of(&gpu, heads, 576, 1536, 49_152, 256);
+}
+
+fn kernel_times_of(
+    gpu: &Gpu,
+    heads: Heads,
+    hidden: usize,
+    intermediate: usize,
+    vocab_size: usize,
+    prefix: usize,
+) {
+    let kernels = Kernels::new(gpu, DType::BF16, heads.size).unwrap();
+    let splits = Splits::new(gpu, &kernels, heads, 144).unwrap();
     let filled = |len: usize| {
         let buffer = gpu.allocate(4 * len).unwrap();
-        kernels.fill_random(&gpu, &buffer, len, 7, 1.0).unwrap();
+        kernels.fill_random(gpu, &buffer, len, 7, 1.0).unwrap();
         buffer
     };
-    let (qkv, mixed) = (filled(144 * 6144), filled(144 * 4096));
-    let planes: Vec<_> = (0..36).map(|_| (filled(1200 * 1024), filled(1200 * 1024))).collect();
+    let (q, kv) = (heads.q_size(), heads.kv_size());
+    let (qkv, mixed) = (filled(144 * (q + 2 * kv)), filled(144 * q));
+    let planes: Vec<_> = (0..36).map(|_| (filled(1200 * kv), filled(1200 * kv))).collect();
     let residual = filled(144 * hidden);
     let weight = gpu.upload(&vec![1.0f32; hidden]).unwrap();
     let rope = gpu.upload(&vec![0.5f32; 128]).unwrap();
     let (normed, gate_up, activated) =
         (filled(144 * hidden), filled(144 * 2 * intermediate), filled(144 * intermediate));
     let logits = gpu.upload(&random(&mut StdRng::seed_from_u64(9), 144 * vocab_size)).unwrap();
-    let argmax = Argmax::new(&gpu, DType::F32, 144).unwrap();
-    let top_k = TopK::new(&gpu, DType::F32, 15, vocab_size, 64).unwrap();
-    eprintln!("width  attend    norm    rope    silu  argmax   top_k");
+    let argmax = Argmax::new(gpu, DType::F32, 144).unwrap();
+    let top_k = TopK::new(gpu, DType::F32, 15, vocab_size, 64).unwrap();
+    eprintln!(
+        "{heads:?}, hidden {hidden}, prefix {prefix}\nwidth  attend    norm    rope    silu  argmax   top_k"
+    );
     for rows in [1usize, 8, 16, 24, 64, 72, 128, 136, 144] {
         let words = rows.div_ceil(64);
         let mask = ancestor_rows(&random_parents(&mut StdRng::seed_from_u64(8), rows), words);
@@ -450,10 +510,12 @@ fn kernel_times() {
         let attend = time(&|layer| {
             let (k, v) = &planes[layer];
             let cache = (k.pointer(), v.pointer());
-            kernels.attend(&gpu, &inputs, heads, &qkv, cache, &mixed, &splits)
+            kernels.attend(gpu, &inputs, heads, &qkv, cache, &mixed, &splits)
         });
-        let norm =
-            time(&|_| kernels.norm(&gpu, rows, &residual, (&weight, 1e-6), &normed, None, hidden));
+        let norm = time(&|_| {
+            let weight = (&weight, 1e-6);
+            kernels.norm(gpu, rows, &residual, weight, &normed, None, hidden)
+        });
         let rotate = time(&|layer| {
             let how = super::kernels::RopeStore {
                 bias: None,
@@ -463,11 +525,11 @@ fn kernel_times() {
                 keys: planes[layer].0.pointer(),
                 values: planes[layer].1.pointer(),
             };
-            kernels.rope_store(&gpu, &inputs, qkv.pointer(), heads, &how)
+            kernels.rope_store(gpu, &inputs, qkv.pointer(), heads, &how)
         });
-        let silu = time(&|_| kernels.silu_mul(&gpu, rows, &gate_up, &activated, intermediate));
-        let pick = time(&|_| argmax.run(&gpu, &logits, rows, vocab_size));
-        let select = time(&|_| top_k.run(&gpu, logits.pointer(), 15));
+        let silu = time(&|_| kernels.silu_mul(gpu, rows, &gate_up, &activated, intermediate));
+        let pick = time(&|_| argmax.run(gpu, &logits, rows, vocab_size));
+        let select = time(&|_| top_k.run(gpu, logits.pointer(), 15));
         eprintln!(
             "{rows:>5}  {attend:>6.2}  {norm:>6.2}  {rotate:>6.2}  {silu:>6.2}  {pick:>6.2}  {select:>6.2}"
         );

@@ -24,19 +24,47 @@ template <> __device__ __forceinline__ f32 from_f32<f32>(float x) { return x; }
 template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) { return __float2bfloat16(x); }
 template <> __device__ __forceinline__ f16 from_f32<f16>(float x) { return __float2half(x); }
 
-// Four neighbouring elements, moved at once.
-template <typename T> struct alignas(4 * sizeof(T)) Vec4 {
-    T v[4];
+// N neighbouring elements, moved at once.
+template <typename T, int N> struct alignas(N * sizeof(T)) Vec {
+    T v[N];
+};
+template <int N> struct Floats {
+    float v[N];
 };
 
+template <int N, typename T> __device__ __forceinline__ Floats<N> load(const T *p) {
+    Vec<T, N> x = *reinterpret_cast<const Vec<T, N> *>(p);
+    Floats<N> y;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        y.v[n] = to_f32(x.v[n]);
+    return y;
+}
+
+template <typename T, int N> __device__ __forceinline__ void store(T *p, Floats<N> x) {
+    Vec<T, N> y;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        y.v[n] = from_f32<T>(x.v[n]);
+    *reinterpret_cast<Vec<T, N> *>(p) = y;
+}
+
 template <typename T> __device__ __forceinline__ float4 load4(const T *p) {
-    Vec4<T> x = *reinterpret_cast<const Vec4<T> *>(p);
-    return make_float4(to_f32(x.v[0]), to_f32(x.v[1]), to_f32(x.v[2]), to_f32(x.v[3]));
+    Floats<4> x = load<4>(p);
+    return make_float4(x.v[0], x.v[1], x.v[2], x.v[3]);
 }
 
 template <typename T> __device__ __forceinline__ void store4(T *p, float4 x) {
-    Vec4<T> y = {{from_f32<T>(x.x), from_f32<T>(x.y), from_f32<T>(x.z), from_f32<T>(x.w)}};
-    *reinterpret_cast<Vec4<T> *>(p) = y;
+    store(p, Floats<4>{{x.x, x.y, x.z, x.w}});
+}
+
+// Eight neighbouring elements: as wide as a load can be in 16-bit types.
+template <typename T> struct alignas(16) Vec8 {
+    T v[8];
+};
+
+template <typename T> __device__ __forceinline__ Vec8<T> load8(const T *p) {
+    return *reinterpret_cast<const Vec8<T> *>(p);
 }
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -64,12 +92,19 @@ __device__ __forceinline__ float block_sum(float x) {
     return x;
 }
 
-// Lets the next kernel start, which waits here itself, and waits for what the kernels before this one write. To be
-// called by every thread before it reads or writes memory: a kernel counts as done when its blocks are, and those that
-// follow rely on that.
-__device__ __forceinline__ void inputs_ready() {
+// Lets the next kernel start, if it is one that waits here itself (`inputs_ready`).
+__device__ __forceinline__ void dependents_may_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Lets the next kernel start, and waits for what the kernels before this one write. To be called by every thread before
+// it reads what they write, or writes: a kernel counts as done when its blocks are, and those that follow
+// rely on that.
+__device__ __forceinline__ void inputs_ready() {
+    dependents_may_start();
+#if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }

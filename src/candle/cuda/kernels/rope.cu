@@ -10,55 +10,61 @@ template <typename T, int D>
 __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const float *k_norm, float eps,
                            const float2 *rope, const uint32_t *positions, const uint32_t *prefix, T *k_cache,
                            T *v_cache, int q_heads, int kv_heads) {
+    // A lane has N neighbours in each half of the head.
     constexpr int N = D / 64;
-    inputs_ready();
-    int row = blockIdx.x;
-    int head = blockIdx.y * blockDim.y + threadIdx.y;
-    int heads = q_heads + 2 * kv_heads;
+    dependents_may_start();
+    int row = blockIdx.x, head = blockIdx.y * blockDim.y + threadIdx.y, heads = q_heads + 2 * kv_heads;
     if (head >= heads)
         return;
-    int lane = threadIdx.x;
-    T *from = qkv + ((size_t)row * heads + head) * D;
-    float a[N], b[N];
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-        int i = lane + 32 * n;
-        a[n] = to_f32(from[i]);
-        b[n] = to_f32(from[i + D / 2]);
-        if (bias) {
-            a[n] += to_f32(bias[head * D + i]);
-            b[n] += to_f32(bias[head * D + i + D / 2]);
-        }
+    int i = N * threadIdx.x;
+    bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
+    // Weights, positions and the prefix are there already.
+    const float *norm = is_value ? nullptr : is_query ? q_norm : k_norm;
+    Floats<N> a_norm = {}, b_norm = {}, a_bias = {}, b_bias = {};
+    if (norm) {
+        a_norm = load<N>(norm + i);
+        b_norm = load<N>(norm + i + D / 2);
     }
-    bool is_query = head < q_heads;
-    bool is_value = head >= q_heads + kv_heads;
-    const float *norm = is_query ? q_norm : k_norm;
-    if (norm && !is_value) {
-        float squares = 0.0f;
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-            squares += a[n] * a[n] + b[n] * b[n];
-        float scale = rsqrtf(warp_sum(squares) / D + eps);
-#pragma unroll
-        for (int n = 0; n < N; ++n) {
-            a[n] *= scale * norm[lane + 32 * n];
-            b[n] *= scale * norm[lane + 32 * n + D / 2];
-        }
+    if (bias) {
+        a_bias = load<N>(bias + head * D + i);
+        b_bias = load<N>(bias + head * D + i + D / 2);
     }
-    T *to = from;
+    float2 angle[N];
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        angle[n] = is_value ? make_float2(1.0f, 0.0f) : rope[(size_t)positions[row] * (D / 2) + i + n];
+    T *from = qkv + ((size_t)row * heads + head) * D + i, *to = from;
     if (!is_query) {
         size_t cache_row = (size_t)*prefix + row;
         int kv_head = (head - q_heads) % kv_heads;
-        to = (is_value ? v_cache : k_cache) + (cache_row * kv_heads + kv_head) * D;
+        to = (is_value ? v_cache : k_cache) + (cache_row * kv_heads + kv_head) * D + i;
     }
-    const float2 *angles = rope + (size_t)positions[row] * (D / 2);
+
+    inputs_ready();
+    Floats<N> a = load<N>(from), b = load<N>(from + D / 2);
+    float squares = 0.0f;
 #pragma unroll
     for (int n = 0; n < N; ++n) {
-        int i = lane + 32 * n;
-        float2 angle = is_value ? make_float2(1.0f, 0.0f) : angles[i];
-        to[i] = from_f32<T>(a[n] * angle.x - b[n] * angle.y);
-        to[i + D / 2] = from_f32<T>(b[n] * angle.x + a[n] * angle.y);
+        a.v[n] += a_bias.v[n];
+        b.v[n] += b_bias.v[n];
+        squares += a.v[n] * a.v[n] + b.v[n] * b.v[n];
     }
+    if (norm) {
+        float scale = rsqrtf(warp_sum(squares) / D + eps);
+#pragma unroll
+        for (int n = 0; n < N; ++n) {
+            a.v[n] *= scale * a_norm.v[n];
+            b.v[n] *= scale * b_norm.v[n];
+        }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        float x = a.v[n], y = b.v[n];
+        a.v[n] = x * angle[n].x - y * angle[n].y;
+        b.v[n] = y * angle[n].x + x * angle[n].y;
+    }
+    store(to, a);
+    store(to + D / 2, b);
 }
 
 #define KERNEL(T, D)                                                                                                   \

@@ -135,12 +135,15 @@ impl BestFirst {
         }
         if settings.spine {
             self.lay_spine::<_, CHECK>(expand, settings, tree)?;
-        } else if let Some(first) = first_child::<_, CHECK>(expand, tree, 0)? {
-            self.frontier.push(first, |_, _| false);
+        } else {
+            let first = first_child::<_, CHECK>(expand, tree, 0)?;
+            if !first.is_nothing() {
+                self.frontier.push(first, |_, _| false);
+            }
         }
         while tree.nodes() < settings.budget {
             let Some(best) = self.frontier.first() else { break };
-            if best.score < settings.log_prob_cutoff {
+            if best.score() < settings.log_prob_cutoff {
                 break;
             }
             let slot = insert::<CHECK>(best, tree)?;
@@ -150,20 +153,15 @@ impl BestFirst {
             // The better of the new candidates takes the place of the old one,
             // which saves its removal; the other comes in from below, near which
             // it belongs.
-            let (better, worse) = match (child, sibling) {
-                // A child's path comes first among equal sums.
-                (Some(child), Some(sibling)) if child.score >= sibling.score => {
-                    (child, Some(sibling))
-                }
-                (child, Some(sibling)) => (sibling, child),
-                (Some(child), None) => (child, None),
-                (None, None) => {
-                    self.frontier.pop(before);
-                    continue;
-                }
-            };
+            // A child's path comes first among equal sums.
+            let (better, worse) =
+                if child.is_at_least(&sibling) { (child, sibling) } else { (sibling, child) };
+            if better.is_nothing() {
+                self.frontier.pop(before);
+                continue;
+            }
             self.frontier.replace(better, before);
-            if let Some(worse) = worse {
+            if !worse.is_nothing() {
                 self.frontier.push(worse, before);
             }
         }
@@ -179,16 +177,17 @@ impl BestFirst {
     ) -> Result<(), Error> {
         while tree.nodes() < settings.budget {
             let last = tree.len() - 1;
-            let Some(best) = first_child::<_, CHECK>(expand, tree, last)? else {
+            let best = first_child::<_, CHECK>(expand, tree, last)?;
+            if best.is_nothing() {
                 break;
-            };
+            }
             insert::<CHECK>(best, tree)?;
         }
         for slot in 1..tree.len() {
             let place =
                 Place { parent: slot as u32 - 1, rank: 0, token: tree.tokens()[slot], elder: NONE };
             let sibling = next_sibling::<_, CHECK>(expand, settings.top_k, tree, slot, place)?;
-            if let Some(sibling) = sibling {
+            if !sibling.is_nothing() {
                 self.frontier.push(sibling, |a, b| path_before(tree, a, b));
             }
         }
@@ -232,7 +231,7 @@ fn first_child<E: Expand, const CHECK: bool>(
     expand: &mut E,
     tree: &DraftTree,
     parent: usize,
-) -> Result<Option<Candidate>, Error> {
+) -> Result<Candidate, Error> {
     candidate::<_, CHECK>(expand, tree, (parent, 0), NONE, f64::INFINITY)
 }
 
@@ -245,10 +244,10 @@ fn next_sibling<E: Expand, const CHECK: bool>(
     tree: &DraftTree,
     slot: usize,
     node: Place,
-) -> Result<Option<Candidate>, Error> {
+) -> Result<Candidate, Error> {
     let rank = node.rank as usize + 1;
     if rank >= top_k {
-        return Ok(None);
+        return Ok(Candidate::NOTHING);
     }
     let limit = tree.scores()[slot];
     candidate::<_, CHECK>(expand, tree, (node.parent as usize, rank), slot as i32, limit)
@@ -263,24 +262,24 @@ fn candidate<E: Expand, const CHECK: bool>(
     (parent, rank): (usize, usize),
     elder: i32,
     limit: f64,
-) -> Result<Option<Candidate>, Error> {
+) -> Result<Candidate, Error> {
     let Some((token, log_prob)) = expand.child(tree, parent, rank) else {
-        return Ok(None);
+        return Ok(Candidate::NOTHING);
     };
     if log_prob == f32::NEG_INFINITY {
-        return Ok(None);
+        return Ok(Candidate::NOTHING);
     }
     let score = tree.scores()[parent] + f64::from(log_prob);
     if CHECK && (!log_prob.is_finite() || score > limit) {
         return Err(refused(tree, parent, rank, log_prob));
     }
     let place = Place { parent: parent as u32, rank: rank as u32, token, elder };
-    Ok(Some(Candidate { score, place }))
+    Ok(Candidate::new(score, place))
 }
 
 #[inline]
 fn insert<const CHECK: bool>(node: Candidate, tree: &mut DraftTree) -> Result<usize, Error> {
-    let Candidate { score, place: Place { parent, rank, token, elder } } = node;
+    let Place { parent, rank, token, elder } = node.place;
     let parent = parent as usize;
     if CHECK && tree.child(parent, token).is_some() {
         return Err(Error::Proposal {
@@ -291,7 +290,7 @@ fn insert<const CHECK: bool>(node: Candidate, tree: &mut DraftTree) -> Result<us
         });
     }
     let elder = usize::try_from(elder).ok();
-    Ok(tree.push_distinct(parent, elder, token, score))
+    Ok(tree.push_distinct(parent, elder, token, node.score()))
 }
 
 #[cold]

@@ -1,8 +1,43 @@
-/// A child that could become the next node.
+/// A child that could become the next node, or [`NOTHING`](Candidate::NOTHING).
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Candidate {
-    pub(super) score: f64,
+    // An integer of the same order as the score.
+    key: u64,
     pub(super) place: Place,
+}
+
+impl Candidate {
+    /// Comes after all others.
+    pub(super) const NOTHING: Self = Self::filler(0);
+
+    /// `score` is above -inf.
+    #[inline]
+    pub(super) fn new(score: f64, place: Place) -> Self {
+        // Negative numbers have their bits inverted, the others the sign alone. There are no NaN,
+        // and no -0 since sums begin with 0.
+        let bits = score.to_bits();
+        Self { key: bits ^ ((bits as i64 >> 63) as u64 | 1 << 63), place }
+    }
+
+    #[inline]
+    pub(super) fn score(&self) -> f64 {
+        f64::from_bits(self.key ^ ((!self.key as i64 >> 63) as u64 | 1 << 63))
+    }
+
+    #[inline]
+    pub(super) fn is_nothing(&self) -> bool {
+        self.key == Self::NOTHING.key
+    }
+
+    /// Whether the score is at least that of `other`.
+    #[inline]
+    pub(super) fn is_at_least(&self, other: &Self) -> bool {
+        self.key >= other.key
+    }
+
+    const fn filler(key: u64) -> Self {
+        Self { key, place: Place { parent: 0, rank: 0, token: 0, elder: -1 } }
+    }
 }
 
 /// Where a candidate hangs and what it carries.
@@ -28,7 +63,7 @@ pub(super) struct Place {
 pub(super) struct Frontier {
     // The greatest is entry TOP; below entry `i` are four from `below(i)` on. What
     // has no candidate up to a multiple of four is filled up.
-    entries: Vec<Entry>,
+    entries: Vec<Candidate>,
     end: usize,
 }
 
@@ -43,37 +78,10 @@ fn above(entry: usize) -> usize {
     entry / WAYS + 2
 }
 
-#[derive(Clone, Copy, Debug)]
-struct Entry {
-    // Integers of the same order as the scores.
-    key: u64,
-    place: Place,
-}
-
-const fn empty(key: u64) -> Entry {
-    Entry { key, place: Place { parent: 0, rank: 0, token: 0, elder: -1 } }
-}
-
 /// Four entries without candidates. No score has keys as low as these. They differ
 /// so that equal keys are those of candidates.
-const EMPTY: [Entry; WAYS] = [empty(0), empty(1), empty(2), empty(3)];
-
-impl Entry {
-    /// Negative numbers have their bits inverted, the others the sign alone. There
-    /// are no NaN, and no -0 since sums begin with 0.
-    #[inline]
-    fn new(candidate: Candidate) -> Self {
-        let bits = candidate.score.to_bits();
-        let key = bits ^ ((bits as i64 >> 63) as u64 | 1 << 63);
-        Self { key, place: candidate.place }
-    }
-
-    #[inline]
-    fn candidate(self) -> Candidate {
-        let bits = self.key ^ ((!self.key as i64 >> 63) as u64 | 1 << 63);
-        Candidate { score: f64::from_bits(bits), place: self.place }
-    }
-}
+const EMPTY: [Candidate; WAYS] =
+    [Candidate::filler(0), Candidate::filler(1), Candidate::filler(2), Candidate::filler(3)];
 
 impl Frontier {
     /// Makes room for as many candidates.
@@ -83,7 +91,7 @@ impl Frontier {
     }
 
     pub(super) fn memory_usage(&self) -> usize {
-        self.entries.capacity() * size_of::<Entry>()
+        self.entries.capacity() * size_of::<Candidate>()
     }
 
     pub(super) fn clear(&mut self) {
@@ -95,12 +103,11 @@ impl Frontier {
     /// The greatest.
     #[inline]
     pub(super) fn first(&self) -> Option<Candidate> {
-        (self.end > TOP).then(|| self.entries[TOP].candidate())
+        (self.end > TOP).then(|| self.entries[TOP])
     }
 
     #[inline]
     pub(super) fn push(&mut self, new: Candidate, before: impl Fn(Place, Place) -> bool) {
-        let new = Entry::new(new);
         let mut hole = self.end;
         if hole == self.entries.len() {
             self.entries.extend(EMPTY);
@@ -126,21 +133,16 @@ impl Frontier {
         let last = self.entries[self.end];
         self.entries[self.end] = EMPTY[self.end % WAYS];
         if self.end > TOP {
-            self.sink(last, before);
+            self.replace(last, before);
         }
     }
 
     /// Puts a candidate in the place of the greatest; there has to be one.
     #[inline(always)]
     pub(super) fn replace(&mut self, new: Candidate, before: impl Fn(Place, Place) -> bool) {
-        self.sink(Entry::new(new), before);
-    }
-
-    #[inline(always)]
-    fn sink(&mut self, new: Entry, before: impl Fn(Place, Place) -> bool) {
         let mut hole = TOP;
         while let Some(four) = self.entries.get(below(hole)..).and_then(|e| e.first_chunk()) {
-            let [a, b, c, d] = four.map(|entry| entry.key);
+            let (a, b, c, d) = (four[0].key, four[1].key, four[2].key, four[3].key);
             let (ab, i) = if b > a { (b, 1) } else { (a, 0) };
             let (cd, j) = if d > c { (d, 3) } else { (c, 2) };
             let (best, mut at) = if cd > ab { (cd, j) } else { (ab, i) };
@@ -164,7 +166,7 @@ impl Frontier {
 #[cold]
 #[inline(never)]
 fn first_of_equals(
-    four: &[Entry; WAYS],
+    four: &[Candidate; WAYS],
     best: u64,
     before: &impl Fn(Place, Place) -> bool,
 ) -> usize {
@@ -193,12 +195,12 @@ mod tests {
                 let score = f64::from(state >> 24 & 0x1f) - f64::from(16 + round % 3 * 8);
                 let rank = state.rotate_left(16);
                 let place = Place { parent: 0, rank, token: step, elder: -1 };
-                let new = Candidate { score, place };
+                let new = Candidate::new(score, place);
                 list.sort_by(|a: &Candidate, b: &Candidate| {
-                    b.score.total_cmp(&a.score).then(a.place.rank.cmp(&b.place.rank))
+                    b.score().total_cmp(&a.score()).then(a.place.rank.cmp(&b.place.rank))
                 });
                 let same = |a: Candidate, b: &Candidate| {
-                    assert_eq!((a.score, a.place.token), (b.score, b.place.token));
+                    assert_eq!((a.score(), a.place.token), (b.score(), b.place.token));
                 };
                 match (frontier.first(), list.first()) {
                     (Some(found), Some(expected)) => same(found, expected),

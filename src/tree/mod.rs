@@ -168,7 +168,7 @@ impl DraftTree {
 
     /// [`push`](Self::push) for callers that know the token to be new among its
     /// siblings, the youngest of which is `elder`, and the parent to exist.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn push_distinct(
         &mut self,
         parent: usize,

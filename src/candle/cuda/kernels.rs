@@ -165,7 +165,7 @@ impl Splitting {
     fn split(&self, heads: Heads, width: usize) -> Split {
         let row_groups = (width * heads.query / heads.kv).div_ceil(16);
         let units = (1024 + width).div_ceil(UNIT);
-        let candidates = (1..=self.warps).filter(|row_warps| self.warps % row_warps == 0);
+        let candidates = (1..=self.warps).filter(|row_warps| self.warps.is_multiple_of(*row_warps));
         let splits = candidates.filter_map(|row_warps| {
             let (tiles, key_warps) = (row_groups.div_ceil(row_warps), self.warps / row_warps);
             let groups = tiles * heads.kv;

@@ -322,7 +322,7 @@ fn check(config: &DecoderConfig) -> Result<()> {
         return Err(Error::config("architectures", found, "Llama, Qwen2 or Qwen3 on a GPU"));
     }
     Kernels::check_row("hidden_size", config.hidden_size)?;
-    if config.intermediate_size % 8 != 0 {
+    if !config.intermediate_size.is_multiple_of(8) {
         let accepted = "a multiple of 8 on a GPU";
         return Err(Error::config("intermediate_size", config.intermediate_size, accepted));
     }

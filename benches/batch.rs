@@ -4,12 +4,14 @@
 //!
 //! `cargo bench --bench batch`; `-- --test` runs everything once.
 
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    cell::Cell,
-    time::Instant,
-};
+#[path = "common/counting.rs"]
+mod counting;
+#[path = "common/uniform.rs"]
+mod uniform;
 
+use std::time::Instant;
+
+use counting::allocations;
 use criterion::{Criterion, criterion_group, criterion_main};
 use ddtree::{
     Acceptance, AncestorMask, BestFirst, CommitPlan, DraftTree, Proposal, TreeSettings,
@@ -20,33 +22,7 @@ use ddtree::{
     tree::SharedBudget,
     walk,
 };
-
-/// Counts what the current thread asks for.
-struct Counting;
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-// SAFETY: everything is passed on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
+use uniform::uniform;
 
 const SEQUENCES: usize = 64;
 const NODES: usize = 32;
@@ -62,13 +38,7 @@ struct Sequence {
 }
 
 fn sequence(seed: u64) -> Sequence {
-    let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
-    let mut uniform = move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        ((state >> 40) as f32 + 1.0) / (1 << 24) as f32
-    };
+    let mut uniform = uniform(seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1);
     let mut proposal = Proposal::new();
     for _ in 0..15 {
         let mut left = 1.0f32;
@@ -163,11 +133,8 @@ fn benches(criterion: &mut Criterion) {
         write(&batch, &mut arrays);
         finish(&mut batch);
     };
-    round();
-    let before = ALLOCATIONS.get();
-    assert!(before > 0, "the allocator does not count");
-    round();
-    assert_eq!(ALLOCATIONS.get(), before, "a round allocates");
+    assert!(allocations(&mut round) > 0, "the allocator does not count");
+    assert_eq!(allocations(&mut round), 0, "a round allocates");
     assert_eq!(batch.iter().map(|s| s.tree.nodes()).sum::<usize>(), SEQUENCES * NODES);
     assert!(batch.iter().any(|s| s.tree.nodes() != NODES), "nothing was shared");
     assert!(batch.iter().all(|s| s.plan.new_len() == PREFIX + s.outcome.tokens().len()));

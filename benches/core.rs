@@ -4,12 +4,16 @@
 //!
 //! `cargo bench --bench core`; `-- --test` runs everything once.
 
+#[path = "common/uniform.rs"]
+mod uniform;
+
 use std::hint::black_box;
 
 use criterion::{BenchmarkId, Criterion, criterion_group, criterion_main};
 use ddtree::{
     Acceptance, AncestorMask, BestFirst, CommitPlan, DraftTree, Proposal, TreeSettings, walk,
 };
+use uniform::uniform;
 
 const HORIZON: usize = 15;
 const TOP_K: usize = 64;
@@ -18,13 +22,7 @@ const SIZES: [usize; 4] = [16, 64, 256, 1024];
 /// Log-softmax of the 64 best of 4,096 logits, of which the spread between the
 /// best and the rest grows with `peak`: from nearly uniform to nearly certain.
 fn proposal(peak: f32) -> Proposal {
-    let mut state = 0x9e37_79b9_7f4a_7c15u64;
-    let mut uniform = move || {
-        state ^= state << 13;
-        state ^= state >> 7;
-        state ^= state << 17;
-        ((state >> 40) as f32 + 1.0) / (1 << 24) as f32
-    };
+    let mut uniform = uniform(0x9e37_79b9_7f4a_7c15);
     let mut proposal = Proposal::new();
     for _ in 0..HORIZON {
         // Exponential gaps give a few large logits and a long tail.

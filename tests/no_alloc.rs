@@ -1,49 +1,15 @@
 //! Rounds allocate nothing after warm-up, proved by an allocator that counts.
 //! A binary of its own: there is one global allocator per program.
 
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    cell::Cell,
-};
+#[path = "../benches/common/counting.rs"]
+mod counting;
 
+use counting::allocations;
 use ddtree::{
     Acceptance, Algorithm, AncestorMask, BestFirst, Capabilities, CommitPlan, Config, DraftTree,
     Need, PickRule, Plan, Proposal, Request, Sampling, Session, StatePlan, TreeSettings,
     tree::chain, walk,
 };
-
-/// Counts what the current thread asks for: tests run side by side.
-struct Counting;
-
-thread_local! {
-    static ALLOCATIONS: Cell<u64> = const { Cell::new(0) };
-}
-
-// SAFETY: everything is passed on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn realloc(&self, pointer: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        unsafe { System.realloc(pointer, layout, size) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
-
-fn allocations(run: impl FnOnce()) -> u64 {
-    let before = ALLOCATIONS.get();
-    run();
-    ALLOCATIONS.get() - before
-}
 
 #[test]
 fn the_counter_counts() {

@@ -1,10 +1,9 @@
 //! A batch of sequences allocates nothing per round after its first one.
 
-use std::{
-    alloc::{GlobalAlloc, Layout, System},
-    cell::Cell,
-};
+#[path = "../../benches/common/counting.rs"]
+mod counting;
 
+use counting::allocations;
 use ddtree::{
     Acceptance, AncestorMask, BestFirst, CommitPlan, DraftTree, Proposal, TreeSettings,
     layout::{batch, batch::Extent, bits, dense, kv, links, slots},
@@ -12,27 +11,6 @@ use ddtree::{
     walk,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
-
-struct Counting;
-
-thread_local! {
-    static ALLOCATIONS: Cell<usize> = const { Cell::new(0) };
-}
-
-// SAFETY: forwards to the system's allocator; counting does not allocate.
-unsafe impl GlobalAlloc for Counting {
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.set(ALLOCATIONS.get() + 1);
-        unsafe { System.alloc(layout) }
-    }
-
-    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
-        unsafe { System.dealloc(pointer, layout) }
-    }
-}
-
-#[global_allocator]
-static ALLOCATOR: Counting = Counting;
 
 struct Sequence {
     proposal: Proposal,
@@ -153,10 +131,12 @@ fn rounds_of_a_batch_allocate_nothing() {
         s.outcome.reserve(7);
         s.plan.reserve(7);
     }
-    let before = ALLOCATIONS.get();
-    assert!(before > 0, "the allocator does not count");
-    for _ in 0..3 {
-        round(&mut sequences, &mut shared, &mut arrays);
-    }
-    assert_eq!(ALLOCATIONS.get() - before, 0);
+    let one = allocations(|| drop(std::hint::black_box(vec![1u8])));
+    assert_eq!(one, 1, "the allocator does not count");
+    let rounds = allocations(|| {
+        for _ in 0..3 {
+            round(&mut sequences, &mut shared, &mut arrays);
+        }
+    });
+    assert_eq!(rounds, 0);
 }

@@ -60,6 +60,21 @@ pub mod boundary {
         pub mask_words: usize,
     }
 
+    impl Default for DdtreeBatch {
+        /// No rows; for `ddtree_batch` to fill in.
+        fn default() -> Self {
+            Self {
+                n: 0,
+                start: 0,
+                tokens: ptr::null(),
+                positions: ptr::null(),
+                parents: ptr::null(),
+                mask: ptr::null(),
+                mask_words: 0,
+            }
+        }
+    }
+
     /// Rows to keep after a verification: row `start + i` becomes what row `start + slots[i]` is, for
     /// i ascending, in place.
     #[repr(C)]
@@ -410,15 +425,7 @@ pub mod engine {
                 match ddtree_needs(session) {
                     NEEDS_PREFILL | NEEDS_VERIFICATION => {
                         let is_prefill = ddtree_needs(session) == NEEDS_PREFILL;
-                        let mut batch = DdtreeBatch {
-                            n: 0,
-                            start: 0,
-                            tokens: ptr::null(),
-                            positions: ptr::null(),
-                            parents: ptr::null(),
-                            mask: ptr::null(),
-                            mask_words: 0,
-                        };
+                        let mut batch = DdtreeBatch::default();
                         check(ddtree_batch(session, &mut batch));
                         forward(&mut cache, &batch, &mut picks);
                         run.passes += 1;

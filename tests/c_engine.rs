@@ -26,15 +26,7 @@ fn trees_give_the_text_of_plain_decoding_in_fewer_passes() {
 fn errors_cross_the_boundary_as_numbers_and_words() {
     assert!(ddtree_new(0, 10, 1, 1).is_null());
     let session = ddtree_new(50, 100, 3, 8);
-    let mut batch = DdtreeBatch {
-        n: 0,
-        start: 0,
-        tokens: ptr::null(),
-        positions: ptr::null(),
-        parents: ptr::null(),
-        mask: ptr::null(),
-        mask_words: 0,
-    };
+    let mut batch = DdtreeBatch::default();
     // SAFETY: the session is live until it is freed; lengths are those of the arrays.
     let words = |session| unsafe {
         let mut len = 0;

@@ -103,9 +103,7 @@ pub fn page_offsets<T: Element>(
     page_size: usize,
     out: &mut [T],
 ) -> Result<(), Error> {
-    if page_size == 0 {
-        return Err(Error::setting("page_size", 0, "at least 1"));
-    }
+    check_page_size(page_size)?;
     offsets(batch, out, |sequence| (sequence.prefix + sequence.slots).div_ceil(page_size))
 }
 
@@ -121,15 +119,20 @@ pub fn last_page_lens<T: Element>(
     page_size: usize,
     out: &mut [T],
 ) -> Result<(), Error> {
-    if page_size == 0 {
-        return Err(Error::setting("page_size", 0, "at least 1"));
-    }
+    check_page_size(page_size)?;
     room(out.len(), batch.len())?;
     for (sequence, out) in batch.iter().zip(out) {
         let Some(last) = (sequence.prefix + sequence.slots).checked_sub(1) else {
             return Err(Error::setting("extent", "no rows", "at least the root"));
         };
         *out = element("last_page_len", (last % page_size + 1) as i64)?;
+    }
+    Ok(())
+}
+
+fn check_page_size(page_size: usize) -> Result<(), Error> {
+    if page_size == 0 {
+        return Err(Error::setting("page_size", 0, "at least 1"));
     }
     Ok(())
 }

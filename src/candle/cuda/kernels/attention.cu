@@ -6,28 +6,16 @@
 //
 // Cache rows are `kv_heads * D` elements. Query rows are `q_stride` elements, output rows `kv_heads * group * D`.
 
-#include "common.cuh"
-
-constexpr float LOG2_E = 1.4426950408889634f;
+#include "attention.cuh"
 
 // ---- bf16 and f16: tensor cores, keys in splits ----
 
 // Warps of a block: as many as let two blocks have the registers of a multiprocessor.
 template <int D> constexpr int WARPS = D <= 128 ? 6 : 4;
 constexpr int MAX_SPLITS = 8;
-// Keys that a warp takes at a time.
-constexpr int UNIT = 32;
-// How far the exponent of a weight may exceed that of the greatest when sums were last scaled: f16 holds 2^SLACK.
-constexpr float SLACK = 8.0f;
 // Rows of keys and values in shared memory start 16 bytes apart modulo 128: no bank conflicts.
 template <int D> constexpr int STRIDE = D + 8;
 
-__device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
-
-// Copies 16 bytes to shared memory in the background, or zeroes them.
-__device__ __forceinline__ void copy_async(unsigned to, const void *from, bool valid) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
-}
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;\n"); }
 // Waits until at most `pending` of the groups committed last have not landed.
 __device__ __forceinline__ void wait_copies(int pending) {
@@ -64,48 +52,6 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], 
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-__device__ __forceinline__ unsigned pair(float a, float b, bf16) {
-    __nv_bfloat162 x = __floats2bfloat162_rn(a, b);
-    return *reinterpret_cast<unsigned *>(&x);
-}
-__device__ __forceinline__ unsigned pair(float a, float b, f16) {
-    __half2 x = __floats2half2_rn(a, b);
-    return *reinterpret_cast<unsigned *>(&x);
-}
-
-__device__ __forceinline__ float2 unpaired(unsigned x, bf16) {
-    return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&x));
-}
-__device__ __forceinline__ float2 unpaired(unsigned x, f16) { return __half22float2(*reinterpret_cast<__half2 *>(&x)); }
-
-// 2^x, to two units in the last place; 0 for -inf.
-__device__ __forceinline__ float power_of_two(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
-
-__device__ __forceinline__ float quad_max(float x) {
-    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
-    return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
-}
-__device__ __forceinline__ float quad_sum(float x) {
-    x += __shfl_xor_sync(FULL_WARP, x, 1);
-    return x + __shfl_xor_sync(FULL_WARP, x, 2);
-}
-
-// The bits of a mask row for the UNIT keys from row `first` of the pass on. Rows before the pass are committed: all see
-// them.
-__device__ __forceinline__ uint32_t unit_mask(const uint64_t *row, int words, int first) {
-    if (first < 0)
-        return (uint32_t)row[0] << -first | ((1u << -first) - 1);
-    int word = first / 64, bit = first % 64;
-    uint64_t bits = word < words ? row[word] >> bit : 0;
-    if (bit > 32 && word + 1 < words)
-        bits |= row[word + 1] << (64 - bit);
-    return (uint32_t)bits;
-}
-
 // Units of keys, shared out among the splits. The last ones may have none.
 struct Share {
     int first, count, active_splits;
@@ -117,15 +63,10 @@ struct Share {
     }
 };
 
-// x / y for small x, by the inverse of y.
-__device__ __forceinline__ int divided(int x, float inverse) { return (int)((x + 0.5f) * inverse); }
-
 // What is left of 16 rows: of row g = lane / 4 and of row g + 8 two elements each in D / 8 groups of four a lane, means
 // of values weighted by powers of two; and for each row (greatest exponent, sum of weights), the weights being
 // relative to the former.
 template <int D> constexpr int PART = D / 8 * 32;
-
-__device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }
 
 // Merges the parts of 16 rows and writes, from the `first` on, every `step`-th 8 elements of them. `x_at(p)` and
 // `norm_at(p)` point to part `p`; `row` is the first of the rows, of which `rows` are real.
@@ -191,16 +132,6 @@ __device__ __forceinline__ void merge_parts(int parts, XAt x_at, NormAt norm_at,
 }
 
 #if __CUDA_ARCH__ >= 900
-// All threads of a cluster arrive, and then wait for each other. If RELEASE, what they wrote to shared memory before is
-// visible after.
-template <bool RELEASE> __device__ __forceinline__ void cluster_arrive() {
-    if (RELEASE)
-        asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
-    else
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
-
 // Where `p`, in this block's shared memory, is in that of block `rank` of the cluster.
 template <typename P> __device__ __forceinline__ const P *in_block(const P *p, int rank) {
     uint64_t at;
@@ -301,8 +232,7 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
     }
 
     float o[D / 8][4] = {};
-    float top[2] = {NEG_INF, NEG_INF}, sum[2] = {0.0f, 0.0f};
-    float scale2 = scale * LOG2_E;
+    Weights weights{scale * LOG2_E};
     int stage = 0;
     for (int unit = key_warp; unit - key_warp < share.count; unit += key_warps) {
         wait_copies(in_flight - 1);
@@ -332,53 +262,15 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
 
             int first = (share.first + unit) * UNIT - before;
             if (first + UNIT > 0) {
-                // Bit `n` of a row says whether it sees key `n` of the unit.
                 uint32_t seen[2];
                 for (int i = 0; i < 2; ++i)
                     seen[i] = unit_mask(mask_row[i], mask_words, first) >> 2 * t;
-#pragma unroll
-                for (int n = 0; n < UNIT / 8; ++n)
-#pragma unroll
-                    for (int c = 0; c < 4; ++c)
-                        if (!(seen[c / 2] >> (8 * n + c % 2) & 1))
-                            s[n][c] = NEG_INF;
+                hide(s, seen);
             }
-            float now[2];
-            bool grown = false;
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                now[i] = top[i];
-#pragma unroll
-                for (int n = 0; n < UNIT / 8; ++n)
-                    now[i] = fmaxf(now[i], fmaxf(s[n][2 * i], s[n][2 * i + 1]));
-                now[i] = quad_max(now[i]);
-                grown |= now[i] * scale2 > top[i] * scale2 + SLACK;
-            }
-            // Weights may exceed one a bit, so that most units leave sums as they are.
-            if (__any_sync(FULL_WARP, grown)) {
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    float keep = power_of_two((top[i] - finite(now[i])) * scale2);
-                    top[i] = now[i];
-                    sum[i] *= keep;
-#pragma unroll
-                    for (int n = 0; n < D / 8; ++n) {
-                        o[n][2 * i] *= keep;
-                        o[n][2 * i + 1] *= keep;
-                    }
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                float shift = finite(top[i]) * scale2;
-#pragma unroll
-                for (int n = 0; n < UNIT / 8; ++n)
-#pragma unroll
-                    for (int c = 2 * i; c < 2 * i + 2; ++c) {
-                        s[n][c] = power_of_two(s[n][c] * scale2 - shift);
-                        sum[i] += s[n][c];
-                    }
-            }
+            float keep[2];
+            if (weights.raise(s, keep))
+                scale_rows(o, keep);
+            weights.weigh(s);
 #pragma unroll
             for (int n = 0; n < UNIT / 16; ++n) {
                 unsigned p[4] = {pair(s[2 * n][0], s[2 * n][1], T()), pair(s[2 * n][2], s[2 * n][3], T()),
@@ -401,48 +293,20 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
         --in_flight;
         stage = stage + 1 == stages ? 0 : stage + 1;
     }
-    for (int i = 0; i < 2; ++i) {
-        sum[i] = quad_sum(sum[i]);
-        top[i] *= scale2;
-    }
+    weights.finish();
 
     // Sums of warps take the place of keys. Half of the warps leave theirs to the others until one has all.
     float4 *sums = reinterpret_cast<float4 *>(shared);
     float2 *sum_norms = reinterpret_cast<float2 *>(sums + WARPS<D> * PART<D>);
-    auto leave_norms = [&](float2 *at) {
-        if (t == 0)
-            for (int i = 0; i < 2; ++i)
-                at[g + 8 * i] = make_float2(top[i], sum[i]);
-    };
     __syncthreads();
     for (int left = key_warps; left > 1;) {
         int half = (left + 1) / 2;
-        if (!idle && key_warp >= half && key_warp < left) {
-#pragma unroll
-            for (int n = 0; n < D / 8; ++n)
-                sums[warp * PART<D> + 32 * n + lane] = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
-            leave_norms(sum_norms + warp * 16);
-        }
+        if (!idle && key_warp >= half && key_warp < left)
+            leave_sums(sums + warp * PART<D>, sum_norms + warp * 16, o, weights);
         __syncthreads();
         if (!idle && key_warp < left - half) {
             int other = warp + half * row_warps;
-            float keep[2], weight[2];
-            for (int i = 0; i < 2; ++i) {
-                float2 norm = sum_norms[other * 16 + g + 8 * i];
-                float now = fmaxf(top[i], norm.x);
-                keep[i] = power_of_two(top[i] - finite(now));
-                weight[i] = power_of_two(norm.x - finite(now));
-                top[i] = now;
-                sum[i] = sum[i] * keep[i] + norm.y * weight[i];
-            }
-#pragma unroll
-            for (int n = 0; n < D / 8; ++n) {
-                float4 x = sums[other * PART<D> + 32 * n + lane];
-                o[n][0] = o[n][0] * keep[0] + x.x * weight[0];
-                o[n][1] = o[n][1] * keep[0] + x.y * weight[0];
-                o[n][2] = o[n][2] * keep[1] + x.z * weight[1];
-                o[n][3] = o[n][3] * keep[1] + x.w * weight[1];
-            }
+            add_sums(sums + other * PART<D>, sum_norms + other * 16, o, weights);
         }
         left = half;
     }
@@ -450,12 +314,14 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
     auto leave = [&](uint2 *at, float2 *norms_at) {
         float mean[2];
         for (int i = 0; i < 2; ++i)
-            mean[i] = sum[i] > 0.0f ? __fdividef(1.0f, sum[i]) : 0.0f;
+            mean[i] = weights.sum[i] > 0.0f ? __fdividef(1.0f, weights.sum[i]) : 0.0f;
 #pragma unroll
         for (int n = 0; n < D / 8; ++n)
             at[32 * n + lane] = make_uint2(pair(o[n][0] * mean[0], o[n][1] * mean[0], T()),
                                            pair(o[n][2] * mean[1], o[n][3] * mean[1], T()));
-        leave_norms(norms_at);
+        if (t == 0)
+            for (int i = 0; i < 2; ++i)
+                norms_at[g + 8 * i] = make_float2(weights.top[i], weights.sum[i]);
     };
 #if __CUDA_ARCH__ >= 900
     // In the place of sums that nobody left.

@@ -1,0 +1,183 @@
+// What the attention kernels for bf16 and f16 share: conversions, masks, weights, and what clusters do.
+#pragma once
+
+#include "common.cuh"
+
+constexpr float LOG2_E = 1.4426950408889634f;
+// Keys that masks are taken for at a time.
+constexpr int UNIT = 32;
+// How far the exponent of a weight may exceed that of the greatest when sums were last scaled: f16 holds 2^SLACK.
+constexpr float SLACK = 8.0f;
+
+__device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// Copies 16 bytes to shared memory in the background, or zeroes them.
+__device__ __forceinline__ void copy_async(unsigned to, const void *from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+}
+
+__device__ __forceinline__ unsigned pair(float a, float b, bf16) {
+    __nv_bfloat162 x = __floats2bfloat162_rn(a, b);
+    return *reinterpret_cast<unsigned *>(&x);
+}
+__device__ __forceinline__ unsigned pair(float a, float b, f16) {
+    __half2 x = __floats2half2_rn(a, b);
+    return *reinterpret_cast<unsigned *>(&x);
+}
+
+__device__ __forceinline__ float2 unpaired(unsigned x, bf16) {
+    return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&x));
+}
+__device__ __forceinline__ float2 unpaired(unsigned x, f16) { return __half22float2(*reinterpret_cast<__half2 *>(&x)); }
+
+// 2^x, to two units in the last place; 0 for -inf.
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+__device__ __forceinline__ float quad_max(float x) {
+    x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
+    return fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 2));
+}
+__device__ __forceinline__ float quad_sum(float x) {
+    x += __shfl_xor_sync(FULL_WARP, x, 1);
+    return x + __shfl_xor_sync(FULL_WARP, x, 2);
+}
+
+// The bits of a mask row for the UNIT keys from row `first` of the pass on. Rows before the pass are committed: all see
+// them.
+__device__ __forceinline__ uint32_t unit_mask(const uint64_t *row, int words, int first) {
+    if (first < 0)
+        return (uint32_t)row[0] << -first | ((1u << -first) - 1);
+    int word = first / 64, bit = first % 64;
+    uint64_t bits = word < words ? row[word] >> bit : 0;
+    if (bit > 32 && word + 1 < words)
+        bits |= row[word + 1] << (64 - bit);
+    return (uint32_t)bits;
+}
+
+// Hides what is not seen of a warp's scores for UNIT keys: row g = lane / 4 has s[n][0..2], row g + 8 s[n][2..4], for
+// keys 8 n + lane % 4 * 2 and the one after. Bits 0 and 1 of `seen` are those keys' for n = 0.
+__device__ __forceinline__ void hide(float (*s)[4], const uint32_t (&seen)[2]) {
+#pragma unroll
+    for (int n = 0; n < UNIT / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            if (!(seen[c / 2] >> (8 * n + c % 2) & 1))
+                s[n][c] = NEG_INF;
+}
+
+__device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }
+
+// What sums of rows g and g + 8 are weighted by: 2^(scale * (score - top)). `top` is the greatest score when they were last
+// scaled, `sum` this lane's part of the weights' sum.
+struct Weights {
+    float scale, top[2] = {NEG_INF, NEG_INF}, sum[2] = {0.0f, 0.0f};
+
+    // Takes the greatest of new scores into account. Returns whether the warp has to scale its sums by `keep`: weights
+    // may exceed one a bit, so that most scores leave sums as they are.
+    template <int N> __device__ __forceinline__ bool raise(const float (&s)[N][4], float (&keep)[2]) {
+        float now[2];
+        bool grown = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            now[i] = top[i];
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+                now[i] = fmaxf(now[i], fmaxf(s[n][2 * i], s[n][2 * i + 1]));
+            now[i] = quad_max(now[i]);
+            grown |= now[i] * scale > top[i] * scale + SLACK;
+        }
+        grown = __any_sync(FULL_WARP, grown);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            keep[i] = grown ? power_of_two((top[i] - finite(now[i])) * scale) : 1.0f;
+            top[i] = grown ? now[i] : top[i];
+            sum[i] *= keep[i];
+        }
+        return grown;
+    }
+
+    // Turns scores into weights.
+    template <int N> __device__ __forceinline__ void weigh(float (&s)[N][4]) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            float shift = finite(top[i]) * scale;
+#pragma unroll
+            for (int n = 0; n < N; ++n)
+#pragma unroll
+                for (int c = 2 * i; c < 2 * i + 2; ++c) {
+                    s[n][c] = power_of_two(s[n][c] * scale - shift);
+                    sum[i] += s[n][c];
+                }
+        }
+    }
+
+    // When all keys are done: makes `sum` whole and `top` an exponent.
+    __device__ __forceinline__ void finish() {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            sum[i] = quad_sum(sum[i]);
+            top[i] *= scale;
+        }
+    }
+};
+
+template <int N> __device__ __forceinline__ void scale_rows(float (&o)[N][4], const float (&by)[2]) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            o[n][c] *= by[c / 2];
+}
+
+// Warps merge: one leaves its sums and (top, sum) of its rows, another with the same rows adds them.
+template <int N>
+__device__ __forceinline__ void leave_sums(float4 *sums, float2 *norms, const float (&o)[N][4], const Weights &w) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        sums[32 * n + lane] = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
+    if (lane % 4 == 0)
+        for (int i = 0; i < 2; ++i)
+            norms[lane / 4 + 8 * i] = make_float2(w.top[i], w.sum[i]);
+}
+template <int N>
+__device__ __forceinline__ void add_sums(const float4 *sums, const float2 *norms, float (&o)[N][4], Weights &w) {
+    int lane = threadIdx.x % 32;
+    float keep[2], weight[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float2 norm = norms[lane / 4 + 8 * i];
+        float now = fmaxf(w.top[i], norm.x);
+        keep[i] = power_of_two(w.top[i] - finite(now));
+        weight[i] = power_of_two(norm.x - finite(now));
+        w.top[i] = now;
+        w.sum[i] = w.sum[i] * keep[i] + norm.y * weight[i];
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        float4 x = sums[32 * n + lane];
+        o[n][0] = o[n][0] * keep[0] + x.x * weight[0];
+        o[n][1] = o[n][1] * keep[0] + x.y * weight[0];
+        o[n][2] = o[n][2] * keep[1] + x.z * weight[1];
+        o[n][3] = o[n][3] * keep[1] + x.w * weight[1];
+    }
+}
+
+// x / y for small x, by the inverse of y.
+__device__ __forceinline__ int divided(int x, float inverse) { return (int)((x + 0.5f) * inverse); }
+
+#if __CUDA_ARCH__ >= 900
+// All threads of a cluster arrive, and then wait for each other. If RELEASE, what they wrote to shared memory before is
+// visible after.
+template <bool RELEASE> __device__ __forceinline__ void cluster_arrive() {
+    if (RELEASE)
+        asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+    else
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
+#endif

@@ -11,6 +11,10 @@ const KERNELS: &str = "src/candle/cuda/kernels";
 /// the second lets a kernel be started while the one before it still runs.
 const ARCHITECTURES: [&str; 2] = ["80", "90"];
 
+/// Kernels with instructions of one architecture alone: their PTX runs nowhere else.
+const HOPPER_KERNELS: &str = "src/candle/cuda/kernels/hopper";
+const HOPPER: [&str; 1] = ["90a"];
+
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
     if env::var_os("CARGO_FEATURE_CUDA").is_none() {
@@ -22,12 +26,11 @@ fn main() {
     }
     let nvcc = nvcc();
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let sources = fs::read_dir(KERNELS).expect("the kernels are beside build.rs");
-    let sources = sources
-        .map(|entry| entry.expect("the folder can be read").path())
-        .filter(|path| path.extension().is_some_and(|extension| extension == "cu"));
-    let running: Vec<_> = sources
-        .flat_map(|source| ARCHITECTURES.map(|architecture| (source.clone(), architecture)))
+    let running: Vec<_> = [(KERNELS, &ARCHITECTURES[..]), (HOPPER_KERNELS, &HOPPER)]
+        .into_iter()
+        .flat_map(|(folder, architectures)| {
+            sources(folder).flat_map(|source| architectures.iter().map(move |to| (source.clone(), to)))
+        })
         .map(|(source, architecture)| {
             let name = source.with_extension(format!("{architecture}.ptx"));
             let child = Command::new(&nvcc)
@@ -48,6 +51,13 @@ fn main() {
         let status = child.wait().expect("nvcc can be waited for");
         assert!(status.success(), "nvcc failed on {}: {status}", source.display());
     }
+}
+
+fn sources(folder: &str) -> impl Iterator<Item = PathBuf> {
+    let entries = fs::read_dir(folder).expect("the kernels are beside build.rs");
+    entries
+        .map(|entry| entry.expect("the folder can be read").path())
+        .filter(|path| path.extension().is_some_and(|extension| extension == "cu"))
 }
 
 fn nvcc() -> PathBuf {

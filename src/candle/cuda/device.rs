@@ -32,8 +32,8 @@ struct Inner {
     stream: Arc<CudaStream>,
     context: Arc<CudaContext>,
     workspace: CUdeviceptr,
-    /// Whether kernels can be started before the one ahead of them is done.
-    hopper: bool,
+    /// Whether there are clusters, and kernels can be started before the one ahead of them is done.
+    clusters: bool,
 }
 
 pub(super) struct Modules {
@@ -45,16 +45,33 @@ pub(super) struct Modules {
     pub(super) random: Arc<CudaModule>,
     pub(super) rope: Arc<CudaModule>,
     pub(super) select: Arc<CudaModule>,
+    /// On GPUs of compute capability 9.0.
+    pub(super) hopper: Option<HopperModules>,
+}
+
+/// Modules with instructions that other architectures lack.
+pub(super) struct HopperModules {
+    pub(super) product_bf16: Arc<CudaModule>,
+    pub(super) product_f16: Arc<CudaModule>,
+}
+
+macro_rules! ptx {
+    ($name:literal, $architecture:literal) => {
+        Ptx::from_src(include_str!(concat!(
+            env!("OUT_DIR"),
+            "/",
+            $name,
+            ".",
+            $architecture,
+            ".ptx"
+        )))
+    };
 }
 
 macro_rules! module {
-    ($context:expr, $hopper:expr, $name:literal) => {{
-        let [old, new] = [
-            include_str!(concat!(env!("OUT_DIR"), "/", $name, ".80.ptx")),
-            include_str!(concat!(env!("OUT_DIR"), "/", $name, ".90.ptx")),
-        ];
-        $context.load_module(Ptx::from_src(if $hopper { new } else { old }))?
-    }};
+    ($context:expr, $clusters:expr, $name:literal) => {
+        $context.load_module(if $clusters { ptx!($name, "90") } else { ptx!($name, "80") })?
+    };
 }
 
 impl Gpu {
@@ -82,22 +99,31 @@ impl Gpu {
             let found = format!("a GPU of compute capability {major}.{minor}");
             return Err(Error::argument("ordinal", found, "8.0 or later"));
         }
-        let hopper = recent && major >= 9;
+        let clusters = recent && major >= 9;
+        let hopper = if recent && (major, minor) == (9, 0) {
+            Some(HopperModules {
+                product_bf16: context.load_module(ptx!("product_bf16", "90a"))?,
+                product_f16: context.load_module(ptx!("product_f16", "90a"))?,
+            })
+        } else {
+            None
+        };
         let stream = context.new_stream()?;
         let modules = Modules {
-            attention: module!(context, hopper, "attention"),
-            commit: module!(context, hopper, "commit"),
-            couple: module!(context, hopper, "couple"),
-            draw: module!(context, hopper, "draw"),
-            norm: module!(context, hopper, "norm"),
-            random: module!(context, hopper, "random"),
-            rope: module!(context, hopper, "rope"),
-            select: module!(context, hopper, "select"),
+            attention: module!(context, clusters, "attention"),
+            commit: module!(context, clusters, "commit"),
+            couple: module!(context, clusters, "couple"),
+            draw: module!(context, clusters, "draw"),
+            norm: module!(context, clusters, "norm"),
+            random: module!(context, clusters, "random"),
+            rope: module!(context, clusters, "rope"),
+            select: module!(context, clusters, "select"),
+            hopper,
         };
         let products = Products::new()?;
         // SAFETY: plain allocation; freed in `drop`.
         let workspace = unsafe { result::malloc_sync(WORKSPACE)? };
-        Ok(Self(Rc::new(Inner { products, modules, stream, context, workspace, hopper })))
+        Ok(Self(Rc::new(Inner { products, modules, stream, context, workspace, clusters })))
     }
 
     /// Its name.
@@ -314,7 +340,7 @@ impl Gpu {
         let mut config = launch_config(grid, block, clusters.shared_bytes, attributes);
         config.hStream = self.0.stream.cu_stream();
         let blocks = grid.0 * grid.1 * grid.2;
-        if !self.0.hopper || (clusters.blocks == 1 && blocks > EARLY_BLOCKS) {
+        if !self.0.clusters || (clusters.blocks == (1, 1) && blocks > EARLY_BLOCKS) {
             config.numAttrs = 0;
         }
         // SAFETY: promised by the caller.
@@ -339,8 +365,8 @@ impl Gpu {
     ) -> Result<usize> {
         self.0.context.bind_to_thread()?;
         let attributes = &mut attributes(clusters.blocks);
-        let config =
-            launch_config((clusters.blocks, 1, 1), (threads, 1), clusters.shared_bytes, attributes);
+        let (x, y) = clusters.blocks;
+        let config = launch_config((x, y, 1), (threads, 1), clusters.shared_bytes, attributes);
         let mut count = 0;
         // SAFETY: the configuration is of the function's.
         unsafe {
@@ -364,8 +390,8 @@ impl Gpu {
     }
 
     /// Whether there are clusters, and kernels can be started early.
-    pub(super) fn is_hopper(&self) -> bool {
-        self.0.hopper
+    pub(super) fn has_clusters(&self) -> bool {
+        self.0.clusters
     }
 
     /// Captures what `work` asks for as a graph instead of doing it. `work` must have been done once before:
@@ -428,27 +454,28 @@ impl fmt::Debug for Graph {
 /// Blocks that run at the same time and can read each other's shared memory, where the GPU can do that.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Clusters {
-    pub(super) blocks: u32,
+    /// Along both dimensions of the grid.
+    pub(super) blocks: (u32, u32),
     /// Shared memory of a block beyond what its kernel declares.
     pub(super) shared_bytes: usize,
 }
 
 impl Default for Clusters {
     fn default() -> Self {
-        Self { blocks: 1, shared_bytes: 0 }
+        Self { blocks: (1, 1), shared_bytes: 0 }
     }
 }
 
 /// Attributes of a kernel that is started early, in clusters of `blocks`.
-fn attributes(blocks: u32) -> [sys::CUlaunchAttribute; 2] {
+fn attributes(blocks: (u32, u32)) -> [sys::CUlaunchAttribute; 2] {
     use sys::CUlaunchAttributeID as Id;
     // SAFETY: an attribute of zeroes is a value of its type, of plain integers.
     let mut attributes: [sys::CUlaunchAttribute; 2] = unsafe { std::mem::zeroed() };
     attributes[0].id = Id::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
     attributes[0].value.programmaticStreamSerializationAllowed = 1;
     attributes[1].id = Id::CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
-    attributes[1].value.clusterDim.x = blocks;
-    attributes[1].value.clusterDim.y = 1;
+    attributes[1].value.clusterDim.x = blocks.0;
+    attributes[1].value.clusterDim.y = blocks.1;
     attributes[1].value.clusterDim.z = 1;
     attributes
 }

@@ -150,10 +150,10 @@ impl Splitting {
         attend.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)?;
         let multiprocessors = gpu.multiprocessors()?;
         let at_once = |splits| {
-            if !gpu.is_hopper() {
+            if !gpu.has_clusters() {
                 return Ok(blocks * multiprocessors / splits);
             }
-            let clusters = Clusters { blocks: splits as u32, shared_bytes: shared };
+            let clusters = Clusters { blocks: (splits as u32, 1), shared_bytes: shared };
             gpu.clusters_at_once(attend, 32 * warps as u32, clusters)
         };
         let at_once = (1..=MAX_SPLITS).map(at_once).collect::<Result<_>>()?;
@@ -207,7 +207,7 @@ impl Splits {
             heads.kv * split.splits * split.tiles * split.row_warps * 16
         };
         let rows = match &kernels.splitting {
-            Some(splitting) if !gpu.is_hopper() => {
+            Some(splitting) if !gpu.has_clusters() => {
                 (1..=max_rows).map(|width| needed(splitting, width)).max().unwrap_or(0)
             }
             _ => 0,
@@ -394,7 +394,7 @@ impl Kernels {
         };
         let split = splitting.split(heads, inputs.rows);
         let clusters = Clusters {
-            blocks: split.splits as u32,
+            blocks: (split.splits as u32, 1),
             shared_bytes: shared_bytes(heads.size, split.row_warps, split.key_warps, split.stages),
         };
         let (partial, norms) = (splits.partial.pointer(), splits.norms.pointer());
@@ -414,7 +414,7 @@ impl Kernels {
                 ),
             )?;
         }
-        if gpu.is_hopper() {
+        if gpu.has_clusters() {
             return Ok(());
         }
         let splits = split.splits as i32;

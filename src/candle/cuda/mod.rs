@@ -17,6 +17,7 @@ mod stack;
 mod target;
 #[cfg(test)]
 mod tests;
+mod tiles;
 mod weights;
 
 pub use device::Gpu;

@@ -1,4 +1,4 @@
-//! Matrix products, by cuBLASLt.
+//! Matrix products: by cuBLASLt, or by [`Tiles`] where that is faster.
 
 use std::cell::RefCell;
 use std::collections::{HashMap, hash_map::Entry};
@@ -9,12 +9,13 @@ use cudarc::cublaslt::{result as lt, sys};
 use cudarc::driver::sys::CUdeviceptr;
 
 use super::device::{Buffer, Gpu};
+use super::tiles::Tiles;
 use crate::candle::Result;
 
 /// What algorithms may use besides their operands. Hopper's want up to 32 MiB.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
-/// Algorithms that are timed for a shape at most, on how many weights, and how often.
+/// Algorithms of the library that are timed for a shape at most, on how many weights, and how often.
 const CANDIDATES: usize = 16;
 const TIMED_WEIGHTS: usize = 8;
 const TIMED_RUNS: usize = 3;
@@ -44,10 +45,10 @@ pub(super) struct Products {
 
 /// Operands of a product, by address.
 #[derive(Clone, Copy)]
-struct Operands {
-    x: CUdeviceptr,
-    w: CUdeviceptr,
-    y: CUdeviceptr,
+pub(super) struct Operands {
+    pub(super) x: CUdeviceptr,
+    pub(super) w: CUdeviceptr,
+    pub(super) y: CUdeviceptr,
 }
 
 impl Products {
@@ -111,6 +112,7 @@ impl Gpu {
         self.bind()?;
         let weights = &weights[..weights.len().min(TIMED_WEIGHTS)];
         let mut plan = Plan::new(products.handle, shape)?;
+        plan.ways.extend(Tiles::ways(self, &shape)?.into_iter().map(Way::Tiles));
         let run = |candidate| {
             weights.iter().try_for_each(|w| {
                 let operands = Operands { x, w: w.pointer(), y: y.pointer() };
@@ -118,7 +120,7 @@ impl Gpu {
             })
         };
         let (mut best, mut best_time) = (0, f64::INFINITY);
-        for candidate in 0..plan.algorithms.len() {
+        for candidate in 0..plan.ways.len() {
             // Loads the kernel, which cannot be captured. Some ways turn out not to work.
             if run(candidate).is_err() {
                 continue;
@@ -132,21 +134,26 @@ impl Gpu {
                 }
             }
         }
-        plan.algorithms.swap(0, best);
+        plan.ways.swap(0, best);
         products.plans.borrow_mut().insert(shape, plan);
         Ok(())
     }
 }
 
-/// How cuBLASLt does the products of one shape.
+/// How the products of one shape are done.
 struct Plan {
+    shape: Product,
+    /// The first is used.
+    ways: Vec<Way>,
     description: Description,
     w: Layout,
     x: Layout,
     y: Layout,
-    /// Ways to do it; the first is used.
-    algorithms: Vec<sys::cublasLtMatmulAlgo_t>,
-    add: bool,
+}
+
+enum Way {
+    Library(sys::cublasLtMatmulAlgo_t),
+    Tiles(Tiles),
 }
 
 impl Plan {
@@ -205,9 +212,9 @@ impl Plan {
         if found.is_empty() {
             sys::cublasStatus_t::CUBLAS_STATUS_NOT_SUPPORTED.result()?;
         }
-        let algorithm = |found: sys::cublasLtMatmulHeuristicResult_t| found.algo;
-        let algorithms = found.into_iter().map(algorithm).collect();
-        Ok(Self { description, w, x, y, algorithms, add: shape.add })
+        let way = |found: sys::cublasLtMatmulHeuristicResult_t| Way::Library(found.algo);
+        let ways = found.into_iter().map(way).collect();
+        Ok(Self { shape, ways, description, w, x, y })
     }
 
     fn run(
@@ -217,7 +224,11 @@ impl Plan {
         operands: Operands,
         candidate: usize,
     ) -> Result<()> {
-        let (one, old) = (1.0f32, if self.add { 1.0f32 } else { 0.0 });
+        let algorithm = match &self.ways[candidate] {
+            Way::Library(algorithm) => algorithm,
+            Way::Tiles(tiles) => return tiles.run(gpu, &self.shape, operands),
+        };
+        let (one, old) = (1.0f32, if self.shape.add { 1.0f32 } else { 0.0 });
         let (workspace, stream) = gpu.workspace();
         // SAFETY: `product` checked the operands against the shape that the layouts were made for; the workspace is as
         // large as the algorithms were asked to make do with.
@@ -235,7 +246,7 @@ impl Plan {
                 self.y.0,
                 operands.y as *mut c_void,
                 self.y.0,
-                &raw const self.algorithms[candidate],
+                algorithm,
                 workspace as *mut c_void,
                 WORKSPACE,
                 stream.cast(),

@@ -1,0 +1,112 @@
+// Instructions of compute capability 9.0 that C++ has no words for: barriers in shared memory, copies of whole tiles, and
+// products of a warpgroup (four warps, the first of which has a number divisible by four).
+#pragma once
+
+#include "../common.cuh"
+
+#include <cuda.h>
+
+__device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
+
+// ---- barriers ----
+
+__device__ __forceinline__ void barrier_init(uint64_t *barrier, unsigned arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
+}
+
+// Makes barriers known to the copy engine and to the other blocks of the cluster; before a cluster barrier.
+__device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+// Arrives, and says how many bytes the copies bring that this phase waits for.
+__device__ __forceinline__ void barrier_expect(uint64_t *barrier, unsigned bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
+                 : "memory");
+}
+
+// Arrives at the barrier in the same place of block `rank` of the cluster.
+__device__ __forceinline__ void barrier_arrive(uint64_t *barrier, unsigned rank) {
+    asm volatile("{\n.reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
+                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(shared_address(barrier)),
+                 "r"(rank)
+                 : "memory");
+}
+
+// Waits until the phase of this parity is over.
+__device__ __forceinline__ void barrier_wait(uint64_t *barrier, unsigned parity) {
+    asm volatile("{\n.reg .pred done;\n"
+                 "again:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra again;\n}" ::"r"(shared_address(barrier)),
+                 "r"(parity)
+                 : "memory");
+}
+
+// ---- clusters ----
+
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+// Waits for all threads of the cluster.
+__device__ __forceinline__ void cluster_join() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Waits for all threads of the cluster; what they wrote before is seen after.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+// Four floats in the same place of block `rank` of the cluster.
+__device__ __forceinline__ float4 load_remote(const float *p, unsigned rank) {
+    float4 x;
+    asm volatile("{\n.reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %4, %5;\n"
+                 "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(shared_address(p)), "r"(rank));
+    return x;
+}
+
+// ---- tiles ----
+
+// How long the L2 cache should keep what a copy reads.
+constexpr uint64_t READ_ONCE = 0x12f0000000000000;
+constexpr uint64_t READ_AGAIN = 0x14f0000000000000;
+
+// Copies the tile at (column, row) of a matrix; elements outside of the matrix are zero. Its bytes count at the barrier.
+__device__ __forceinline__ void copy_tile(void *to, const CUtensorMap *matrix, uint64_t *barrier, int column, int row,
+                                          uint64_t keep) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+                 "[%1, {%3, %4}], [%2], %5;" ::"r"(shared_address(to)),
+                 "l"(matrix), "r"(shared_address(barrier)), "r"(column), "r"(row), "l"(keep)
+                 : "memory");
+}
+
+// The same to all blocks of the cluster whose bits are set, and to their barriers.
+__device__ __forceinline__ void copy_tile_to(uint16_t blocks, void *to, const CUtensorMap *matrix, uint64_t *barrier,
+                                             int column, int row, uint64_t keep) {
+    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster."
+                 "L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(shared_address(to)),
+                 "l"(matrix), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(blocks), "l"(keep)
+                 : "memory");
+}
+
+// ---- products ----
+
+// A tile of rows of 128 bytes as the copy engine leaves it with a swizzle of 128 bytes; it starts at a multiple of 1,024
+// bytes. Adding `n / 16` to it skips `n` bytes of each row.
+__device__ __forceinline__ uint64_t tile_descriptor(const void *tile) {
+    constexpr uint64_t SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = (1024ull >> 4) << 32, UNUSED = 1ull << 16;
+    return SWIZZLE_128 | EIGHT_ROWS | UNUSED | (shared_address(tile) & 0x3ffff) >> 4;
+}
+
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most `PENDING` of the groups committed last are not done.
+template <int PENDING> __device__ __forceinline__ void products_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}

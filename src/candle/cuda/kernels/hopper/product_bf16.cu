@@ -1,0 +1,3 @@
+#include "product.cuh"
+
+PRODUCTS(bf16)

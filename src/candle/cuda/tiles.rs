@@ -1,0 +1,182 @@
+//! Matrix products by a kernel of our own, for GPUs of compute capability 9.0 (`kernels/hopper/product.cuh`): it keeps up
+//! with the memory at more rows than cuBLASLt does, and asks for the weight before the kernels ahead of it are done.
+
+use candle_core::DType;
+use cudarc::driver::CudaFunction;
+use cudarc::driver::sys::{self, CUdeviceptr};
+
+use super::device::{Clusters, Gpu};
+use super::kernels::parameters;
+use super::products::{Operands, Product};
+use crate::candle::Result;
+
+/// Rows of `x` that there are kernels for.
+const ROWS: [usize; 4] = [40, 72, 136, 256];
+
+/// Columns of a tile, and bytes of one of its rows.
+const COLUMNS: usize = 64;
+const ROW_BYTES: usize = 2 * COLUMNS;
+
+const MAX_STAGES: usize = 16;
+const MAX_SPLITS: usize = 8;
+
+/// Of the splits that can run at once, how many are worth trying: those with the most blocks.
+const TRIED_SPLITS: usize = 3;
+
+/// How the kernel does the products of one shape.
+#[derive(Debug)]
+pub(super) struct Tiles {
+    function: CudaFunction,
+    /// Rows of a tile of `x`.
+    rows: usize,
+    /// Groups of four warps in a block, for 64 outputs each.
+    warpgroups: usize,
+    /// Blocks that share the tiles of `x`.
+    sharing: usize,
+    /// Parts of the inputs.
+    splits: usize,
+    stages: usize,
+    shared_bytes: usize,
+}
+
+impl Tiles {
+    /// Ways to do the products of a shape; none where the kernel does not do them.
+    pub(super) fn ways(gpu: &Gpu, shape: &Product) -> Result<Vec<Self>> {
+        let Some(modules) = &gpu.modules().hopper else { return Ok(Vec::new()) };
+        let module = match shape.dtype {
+            DType::BF16 => &modules.product_bf16,
+            DType::F16 => &modules.product_f16,
+            _ => return Ok(Vec::new()),
+        };
+        let rows = ROWS.into_iter().find(|&rows| rows >= shape.rows);
+        let (Some(rows), true, true) =
+            (rows, shape.inputs.is_multiple_of(8), shape.outputs.is_multiple_of(8))
+        else {
+            return Ok(Vec::new());
+        };
+        let (block_memory, memory) = gpu.shared_memory()?;
+        let mut ways = Vec::new();
+        for warpgroups in [2, 3] {
+            let name = format!("product_{rows}_{warpgroups}_{}", shape.dtype.as_str());
+            // The widest has too many sums for three warpgroups.
+            let Ok(function) = module.load_function(&name) else { continue };
+            let threads = threads(warpgroups);
+            for memory in [block_memory, memory / 2 - 1024] {
+                let Some((stages, shared_bytes)) = stages(rows, warpgroups, memory) else {
+                    continue;
+                };
+                let most =
+                    sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+                function.set_attribute(most, block_memory as i32 - 1024)?;
+                for sharing in [1, 2] {
+                    let tiles = shape.outputs.div_ceil(64 * warpgroups).div_ceil(sharing);
+                    let mut found = 0;
+                    for splits in (1..=MAX_SPLITS / sharing).rev() {
+                        let clusters = clusters(sharing, splits, shared_bytes);
+                        let fit = splits == 1
+                            || tiles <= gpu.clusters_at_once(&function, threads, clusters)?;
+                        if fit && splits <= shape.inputs.div_ceil(COLUMNS) && found < TRIED_SPLITS {
+                            found += 1;
+                            let function = function.clone();
+                            ways.push(Self {
+                                function,
+                                rows,
+                                warpgroups,
+                                sharing,
+                                splits,
+                                stages,
+                                shared_bytes,
+                            });
+                        }
+                    }
+                }
+            }
+        }
+        Ok(ways)
+    }
+
+    pub(super) fn run(&self, gpu: &Gpu, shape: &Product, operands: Operands) -> Result<()> {
+        let outputs = 64 * self.warpgroups;
+        let w = matrix(operands.w, shape.dtype, [shape.outputs, shape.inputs], outputs)?;
+        let x = matrix(operands.x, shape.dtype, [shape.rows, shape.inputs], self.rows)?;
+        let y = operands.y;
+        let what = match (shape.y_dtype, shape.add) {
+            (DType::F32, true) => 2,
+            (DType::F32, false) => 1,
+            _ => 0,
+        };
+        let [rows, inputs, all_outputs] =
+            [shape.rows, shape.inputs, shape.outputs].map(|n| n as i32);
+        let [sharing, stages] = [self.sharing, self.stages].map(|n| n as i32);
+        let tiles = shape.outputs.div_ceil(outputs).next_multiple_of(self.sharing);
+        // SAFETY: the types are the kernel's; whoever has the operands checked them against the shape.
+        unsafe {
+            gpu.launch_clusters(
+                &self.function,
+                (tiles as u32, self.splits as u32, 1),
+                (threads(self.warpgroups), 1),
+                clusters(self.sharing, self.splits, self.shared_bytes),
+                parameters!(w, x, y, rows, inputs, all_outputs, sharing, stages, what),
+            )
+        }
+    }
+}
+
+/// Four warps for each warpgroup, and one that asks for tiles.
+fn threads(warpgroups: usize) -> u32 {
+    128 * warpgroups as u32 + 32
+}
+
+fn clusters(sharing: usize, splits: usize, shared_bytes: usize) -> Clusters {
+    Clusters { blocks: (sharing as u32, splits as u32), shared_bytes }
+}
+
+/// How many stages there is room for, and the memory that a block then needs.
+fn stages(rows: usize, warpgroups: usize, memory: usize) -> Option<(usize, usize)> {
+    // The kernel's barriers, and what aligns its tiles.
+    const BARRIERS: usize = 2 * 8 * MAX_STAGES;
+    const ALIGNMENT: usize = 1024;
+    let memory = memory - BARRIERS - ALIGNMENT;
+    let outputs = 64 * warpgroups;
+    let stage = (outputs + rows) * ROW_BYTES;
+    let stages = (memory / stage).min(MAX_STAGES);
+    let sums = 4 * rows * (outputs + 4);
+    (stages >= 3 && sums <= memory).then(|| (stages, ALIGNMENT + sums.max(stages * stage)))
+}
+
+/// A matrix of which tiles of so many rows are copied, in the pattern that tensor cores read.
+fn matrix(
+    address: CUdeviceptr,
+    dtype: DType,
+    [rows, columns]: [usize; 2],
+    tile_rows: usize,
+) -> Result<sys::CUtensorMap> {
+    let element = match dtype {
+        DType::BF16 => sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        _ => sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+    };
+    let sizes = [columns as u64, rows as u64];
+    let strides = [(2 * columns) as u64];
+    let (tile, steps) = ([COLUMNS as u32, tile_rows as u32], [1, 1]);
+    // SAFETY: a map of zeroes is a value of its type, of plain integers, to be overwritten.
+    let mut map: sys::CUtensorMap = unsafe { std::mem::zeroed() };
+    // SAFETY: two dimensions, so that two sizes, tile sizes and steps are read, and one stride.
+    unsafe {
+        sys::cuTensorMapEncodeTiled(
+            &raw mut map,
+            element,
+            2,
+            address as *mut std::ffi::c_void,
+            sizes.as_ptr(),
+            strides.as_ptr(),
+            tile.as_ptr(),
+            steps.as_ptr(),
+            sys::CUtensorMapInterleave_enum::CU_TENSOR_MAP_INTERLEAVE_NONE,
+            sys::CUtensorMapSwizzle_enum::CU_TENSOR_MAP_SWIZZLE_128B,
+            sys::CUtensorMapL2promotion_enum::CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+            sys::CUtensorMapFloatOOBfill_enum::CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+        )
+        .result()?;
+    }
+    Ok(map)
+}

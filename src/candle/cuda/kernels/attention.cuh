@@ -9,11 +9,20 @@ constexpr int UNIT = 32;
 // How far the exponent of a weight may exceed that of the greatest when sums were last scaled: f16 holds 2^SLACK.
 constexpr float SLACK = 8.0f;
 
-__device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
-
 // Copies 16 bytes to shared memory in the background, or zeroes them.
 __device__ __forceinline__ void copy_async(unsigned to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+}
+
+template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void *p) {
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(shared_address(p)));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(shared_address(p)));
 }
 
 __device__ __forceinline__ unsigned pair(float a, float b, bf16) {
@@ -90,18 +99,19 @@ struct Weights {
             now[i] = quad_max(now[i]);
             grown |= now[i] * scale > top[i] * scale + SLACK;
         }
-        grown = __any_sync(FULL_WARP, grown);
+        if (!__any_sync(FULL_WARP, grown))
+            return false;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            keep[i] = grown ? power_of_two((top[i] - finite(now[i])) * scale) : 1.0f;
-            top[i] = grown ? now[i] : top[i];
+            keep[i] = power_of_two((top[i] - finite(now[i])) * scale);
+            top[i] = now[i];
             sum[i] *= keep[i];
         }
-        return grown;
+        return true;
     }
 
     // Turns scores into weights.
-    template <int N> __device__ __forceinline__ void weigh(float (&s)[N][4]) {
+    template <int N> __device__ __forceinline__ void weigh(float (*s)[4]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float shift = finite(top[i]) * scale;

@@ -67,6 +67,8 @@ template <typename T> __device__ __forceinline__ Vec8<T> load8(const T *p) {
     return *reinterpret_cast<const Vec8<T> *>(p);
 }
 
+__device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
+
 __device__ __forceinline__ float warp_sum(float x) {
     for (int offset = 16; offset > 0; offset /= 2)
         x += __shfl_xor_sync(FULL_WARP, x, offset);

@@ -1,5 +1,5 @@
-//! Compiles the CUDA kernels to PTX, which the driver turns into code for the GPU it finds. Does nothing without the
-//! feature `cuda`.
+//! Compiles the CUDA kernels: to PTX, which the driver turns into code for the GPU it finds, or to code for one
+//! architecture. Does nothing without the feature `cuda`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,11 +9,12 @@ const KERNELS: &str = "src/candle/cuda/kernels";
 
 /// PTX runs on the architecture that it was made for and on all later ones. The first has all that the kernels need;
 /// the second lets a kernel be started while the one before it still runs.
-const ARCHITECTURES: [&str; 2] = ["80", "90"];
+const PTX: [&[&str]; 2] =
+    [&["80.ptx", "-ptx", "-arch=compute_80"], &["90.ptx", "-ptx", "-arch=compute_90"]];
 
-/// Kernels with instructions of one architecture alone: their PTX runs nowhere else.
+/// Kernels with instructions of one architecture alone: PTX would run nowhere else either.
 const HOPPER_KERNELS: &str = "src/candle/cuda/kernels/hopper";
-const HOPPER: [&str; 1] = ["90a"];
+const HOPPER: [&[&str]; 1] = [&["90a.cubin", "-cubin", "-arch=sm_90a"]];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -26,15 +27,17 @@ fn main() {
     }
     let nvcc = nvcc();
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let running: Vec<_> = [(KERNELS, &ARCHITECTURES[..]), (HOPPER_KERNELS, &HOPPER)]
+    let running: Vec<_> = [(KERNELS, &PTX[..]), (HOPPER_KERNELS, &HOPPER)]
         .into_iter()
-        .flat_map(|(folder, architectures)| {
-            sources(folder).flat_map(|source| architectures.iter().map(move |to| (source.clone(), to)))
+        .flat_map(|(folder, forms)| {
+            sources(folder).flat_map(|source| forms.iter().map(move |form| (source.clone(), form)))
         })
-        .map(|(source, architecture)| {
-            let name = source.with_extension(format!("{architecture}.ptx"));
+        .map(|(source, form)| {
+            let name = source.with_extension(form[0]);
             let child = Command::new(&nvcc)
-                .args(["-ptx", "-O3", "-std=c++17", "-arch", &format!("compute_{architecture}"), "-o"])
+                .args(["-O3", "-std=c++17"])
+                .args(&form[1..])
+                .arg("-o")
                 .args([&out.join(name.file_name().expect("a file has a name")), &source])
                 .spawn()
                 .unwrap_or_else(|error| {

@@ -55,23 +55,21 @@ pub(super) struct HopperModules {
     pub(super) product_f16: Arc<CudaModule>,
 }
 
-macro_rules! ptx {
-    ($name:literal, $architecture:literal) => {
-        Ptx::from_src(include_str!(concat!(
-            env!("OUT_DIR"),
-            "/",
-            $name,
-            ".",
-            $architecture,
-            ".ptx"
-        )))
-    };
+macro_rules! module {
+    ($context:expr, $clusters:expr, $name:literal) => {{
+        let [old, new] = [
+            include_str!(concat!(env!("OUT_DIR"), "/", $name, ".80.ptx")),
+            include_str!(concat!(env!("OUT_DIR"), "/", $name, ".90.ptx")),
+        ];
+        $context.load_module(Ptx::from_src(if $clusters { new } else { old }))?
+    }};
 }
 
-macro_rules! module {
-    ($context:expr, $clusters:expr, $name:literal) => {
-        $context.load_module(if $clusters { ptx!($name, "90") } else { ptx!($name, "80") })?
-    };
+macro_rules! hopper_module {
+    ($context:expr, $name:literal) => {{
+        let code = include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".90a.cubin"));
+        $context.load_module(Ptx::from_binary(code.to_vec()))?
+    }};
 }
 
 impl Gpu {
@@ -102,8 +100,8 @@ impl Gpu {
         let clusters = recent && major >= 9;
         let hopper = if recent && (major, minor) == (9, 0) {
             Some(HopperModules {
-                product_bf16: context.load_module(ptx!("product_bf16", "90a"))?,
-                product_f16: context.load_module(ptx!("product_f16", "90a"))?,
+                product_bf16: hopper_module!(context, "product_bf16"),
+                product_f16: hopper_module!(context, "product_f16"),
             })
         } else {
             None
@@ -140,6 +138,12 @@ impl Gpu {
     /// The driver fails.
     pub fn memory(&self) -> Result<(usize, usize)> {
         Ok(self.0.context.mem_get_info()?)
+    }
+
+    /// Its compute capability.
+    #[cfg(test)]
+    pub(super) fn compute_capability(&self) -> Result<(i32, i32)> {
+        Ok(self.0.context.compute_capability()?)
     }
 
     /// Number of multiprocessors.

@@ -8,7 +8,7 @@ use candle_core::DType;
 use super::device::{Buffer, Graph, Pinned};
 use super::draw::Couple;
 use super::kernels::{Kernels, MAX_TOP_K, TopK};
-use super::products::Product;
+use super::products::{Place, Product};
 use super::stack::{PassInput, Stack, TapInto, padded};
 use super::target::Shared;
 use super::weights::{Loader, Source, check};
@@ -148,7 +148,7 @@ impl CudaDFlash {
         let inputs = self.block.inputs(width);
         self.stack.forward(&inputs, &self.shared.embed_tokens, none)?;
         let shape = self.shared.head(width, self.stack.dtype());
-        gpu.product(self.stack.output(), &self.shared.lm_head, &self.logits, shape)?;
+        gpu.product(self.stack.output(), &self.shared.lm_head, &self.logits, shape, None)?;
         // Slot 0 holds the root; what it would predict is known.
         let depths = self.config.block_size() - 1;
         let logits = self.logits.at(4 * vocab_size);
@@ -165,7 +165,8 @@ impl CudaDFlash {
     fn plan(&self, width: usize) -> Result<()> {
         self.stack.plan(width)?;
         let (x, shape) = (self.stack.output(), self.shared.head(width, self.stack.dtype()));
-        self.stack.gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape)
+        let place = Place { gates: None, before: &|| self.stack.last_norm(width) };
+        self.stack.gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape, place)
     }
 
     /// Asks for everything that an observation of `width` rows does on the GPU, once their taps are there.
@@ -182,8 +183,9 @@ impl CudaDFlash {
             dtype,
             y_dtype: DType::F32,
             add: false,
+            gated: false,
         };
-        gpu.product(context.taps.pointer(), &self.fc, &context.projected, shape)?;
+        gpu.product(context.taps.pointer(), &self.fc, &context.projected, shape, None)?;
         let norm = (&self.hidden_norm, self.stack.eps);
         let (projected, normed) = (&context.projected, &context.normed);
         kernels.norm(gpu, width, projected, norm, normed, None, hidden)?;

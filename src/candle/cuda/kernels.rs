@@ -309,24 +309,24 @@ impl Kernels {
         }
     }
 
+    /// `gate_up` has eight gates, the eight ups of the same elements, and so on; `out` gets `len` elements.
     pub(super) fn silu_mul(
         &self,
         gpu: &Gpu,
-        rows: usize,
         gate_up: &Buffer,
         out: &Buffer,
-        size: usize,
+        len: usize,
     ) -> Result<()> {
-        let blocks = (rows * size / 8).div_ceil(256).min(SILU_BLOCKS) as u32;
-        let (gate_up, out, size, count) =
-            (gate_up.pointer(), out.pointer(), size as i32, rows as i32);
+        let units = len / 8;
+        let blocks = units.div_ceil(256).min(SILU_BLOCKS) as u32;
+        let (gate_up, out, units) = (gate_up.pointer(), out.pointer(), units as i32);
         // SAFETY: as above.
         unsafe {
             gpu.launch_early(
                 &self.silu_mul,
                 (blocks, 1, 1),
                 (256, 1),
-                parameters!(gate_up, out, size, count),
+                parameters!(gate_up, out, units),
             )
         }
     }

@@ -9,6 +9,7 @@ use cudarc::cublaslt::{result as lt, sys};
 use cudarc::driver::sys::CUdeviceptr;
 
 use super::device::{Buffer, Gpu};
+use super::kernels::Kernels;
 use super::tiles::Tiles;
 use crate::candle::Result;
 
@@ -35,6 +36,18 @@ pub(super) struct Product {
     pub(super) y_dtype: DType,
     /// Whether the product is added to what is there.
     pub(super) add: bool,
+    /// Whether outputs are eight gates, the eight ups of the same elements and so on, of which `silu(gate) * up` is wanted:
+    /// `y` is `[rows, outputs / 2]`.
+    pub(super) gated: bool,
+}
+
+/// What stands around products of a shape in a pass.
+#[derive(Clone, Copy)]
+pub(super) struct Place<'a> {
+    /// Where gates and ups go, and how they are combined, if not by the product itself.
+    pub(super) gates: Option<(&'a Buffer, &'a Kernels)>,
+    /// Asks for a kernel like the one before the product: what is done ahead of its end differs from way to way.
+    pub(super) before: &'a dyn Fn() -> Result<()>,
 }
 
 /// The library, and how it does every shape seen.
@@ -74,15 +87,8 @@ impl Gpu {
         w: &Buffer,
         y: &Buffer,
         shape: Product,
+        gates: Option<(&Buffer, &Kernels)>,
     ) -> Result<()> {
-        let row_bytes = shape.inputs * shape.dtype.size_in_bytes();
-        assert!(
-            (shape.skipped + shape.outputs) * row_bytes <= w.bytes(),
-            "the weight has its shape"
-        );
-        let result_bytes = shape.rows * shape.outputs * shape.y_dtype.size_in_bytes();
-        assert!(result_bytes <= y.bytes(), "the result fits");
-        let operands = Operands { x, w: w.at(shape.skipped * row_bytes), y: y.pointer() };
         self.bind()?;
         let products = self.products();
         let mut plans = products.plans.borrow_mut();
@@ -90,7 +96,7 @@ impl Gpu {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => entry.insert(Plan::new(products.handle, shape)?),
         };
-        plan.run(self, products.handle, operands, 0)
+        plan.run(self, products.handle, (x, w, y), gates, 0)
     }
 
     /// Finds the fastest way to do the products of a shape, unless they have been done before: from then on they are
@@ -104,6 +110,7 @@ impl Gpu {
         weights: &[&Buffer],
         y: &Buffer,
         shape: Product,
+        place: Place<'_>,
     ) -> Result<()> {
         let products = self.products();
         if shape.dtype == DType::F32 || products.plans.borrow().contains_key(&shape) {
@@ -114,9 +121,9 @@ impl Gpu {
         let mut plan = Plan::new(products.handle, shape)?;
         plan.ways.extend(Tiles::ways(self, &shape)?.into_iter().map(Way::Tiles));
         let run = |candidate| {
-            weights.iter().try_for_each(|w| {
-                let operands = Operands { x, w: w.pointer(), y: y.pointer() };
-                plan.run(self, products.handle, operands, candidate)
+            weights.iter().try_for_each(|&w| {
+                (place.before)()?;
+                plan.run(self, products.handle, (x, w, y), place.gates, candidate)
             })
         };
         let (mut best, mut best_time) = (0, f64::INFINITY);
@@ -221,17 +228,30 @@ impl Plan {
         &self,
         gpu: &Gpu,
         handle: sys::cublasLtHandle_t,
-        operands: Operands,
+        (x, w, y): (CUdeviceptr, &Buffer, &Buffer),
+        gates: Option<(&Buffer, &Kernels)>,
         candidate: usize,
     ) -> Result<()> {
+        let Product { rows, inputs, outputs, skipped, dtype, y_dtype, add, gated } = self.shape;
+        let row_bytes = inputs * dtype.size_in_bytes();
+        assert!((skipped + outputs) * row_bytes <= w.bytes(), "the weight has its shape");
+        let elements = rows * outputs;
+        let y_elements = if gated { elements / 2 } else { elements };
+        assert!(y_elements * y_dtype.size_in_bytes() <= y.bytes(), "the result fits");
+        let mut operands = Operands { x, w: w.at(skipped * row_bytes), y: y.pointer() };
         let algorithm = match &self.ways[candidate] {
             Way::Library(algorithm) => algorithm,
             Way::Tiles(tiles) => return tiles.run(gpu, &self.shape, operands),
         };
-        let (one, old) = (1.0f32, if self.shape.add { 1.0f32 } else { 0.0 });
+        if gated {
+            let (scratch, _) = gates.expect("gates and ups have a place");
+            assert!(elements * y_dtype.size_in_bytes() <= scratch.bytes(), "gates and ups fit");
+            operands.y = scratch.pointer();
+        }
+        let (one, old) = (1.0f32, if add { 1.0f32 } else { 0.0 });
         let (workspace, stream) = gpu.workspace();
-        // SAFETY: `product` checked the operands against the shape that the layouts were made for; the workspace is as
-        // large as the algorithms were asked to make do with.
+        // SAFETY: the operands were checked against the shape that the layouts were made for; the workspace is as large as
+        // the algorithms were asked to make do with.
         unsafe {
             lt::matmul(
                 handle,
@@ -252,7 +272,10 @@ impl Plan {
                 stream.cast(),
             )?;
         }
-        Ok(())
+        match gates {
+            Some((scratch, kernels)) if gated => kernels.silu_mul(gpu, scratch, y, elements / 2),
+            _ => Ok(()),
+        }
     }
 }
 

@@ -5,7 +5,7 @@ use cudarc::driver::sys::CUdeviceptr;
 
 use super::device::{Buffer, Gpu, Pinned};
 use super::kernels::{Heads, Inputs, Kernels, Path, RopeStore, Splits};
-use super::products::Product;
+use super::products::{Place, Product};
 use super::weights::Loader;
 use crate::candle::{DecoderConfig, Error, Result};
 
@@ -81,7 +81,6 @@ impl Stack {
                 (name("self_attn.q_proj"), name("self_attn.k_proj"), name("self_attn.v_proj"));
             let qkv = [(&*q_name, q), (&*k_name, kv), (&*v_name, kv)];
             let (gate, up) = (name("mlp.gate_proj"), name("mlp.up_proj"));
-            let gate_up = [(&*gate, intermediate), (&*up, intermediate)];
             layers.push(Layer {
                 input_norm: loader.norm(&name("input_layernorm"), hidden)?,
                 qkv: loader.matrix(&qkv, hidden)?,
@@ -94,7 +93,7 @@ impl Stack {
                 },
                 o: loader.matrix(&[(&name("self_attn.o_proj"), hidden)], q)?,
                 post_norm: loader.norm(&name("post_attention_layernorm"), hidden)?,
-                gate_up: loader.matrix(&gate_up, hidden)?,
+                gate_up: loader.interleaved([&*gate, &*up], intermediate, hidden)?,
                 down: loader.matrix(&[(&name("mlp.down_proj"), hidden)], intermediate)?,
             });
         }
@@ -177,8 +176,9 @@ impl Stack {
             dtype: self.dtype(),
             y_dtype: self.dtype(),
             add: false,
+            gated: false,
         };
-        self.gpu.product(x, &self.layers[layer].qkv, kv, shape)?;
+        self.gpu.product(x, &self.layers[layer].qkv, kv, shape, None)?;
         let how = self.rope_store(layer, q_size);
         self.kernels.rope_store(&self.gpu, inputs, kv.pointer(), heads, &how)
     }
@@ -215,8 +215,6 @@ impl Stack {
             let (residual, normed) = (&scratch.residual, &scratch.normed);
             kernels.norm(gpu, rows, residual, (&layer.post_norm, eps), normed, None, hidden)?;
             self.product(rows, Weight::GateUp(layer))?;
-            let (gate_up, activated) = (&scratch.gate_up, &scratch.activated);
-            kernels.silu_mul(gpu, rows, gate_up, activated, self.intermediate)?;
             self.product(rows, Weight::Down(layer))?;
             let tap = taps.layers.iter().position(|&tap| tap == index).map(|at| {
                 let offset = at * hidden * self.dtype().size_in_bytes();
@@ -252,14 +250,26 @@ impl Stack {
             (Weight::Down(layer), each(|layer| &layer.down)),
         ] {
             let (x, _, y, shape) = self.operands(rows, weight);
-            self.gpu.plan_product(x, &weights, y, shape)?;
+            let place = Place { gates: Some(self.gates()), before: &|| self.last_norm(rows) };
+            self.gpu.plan_product(x, &weights, y, shape, place)?;
         }
         Ok(())
     }
 
     fn product(&self, rows: usize, weight: Weight<'_>) -> Result<()> {
         let (x, w, y, shape) = self.operands(rows, weight);
-        self.gpu.product(x, w, y, shape)
+        self.gpu.product(x, w, y, shape, Some(self.gates()))
+    }
+
+    fn gates(&self) -> (&Buffer, &Kernels) {
+        (&self.scratch.gate_up, &self.kernels)
+    }
+
+    /// Asks for the norm that ends a pass.
+    pub(super) fn last_norm(&self, rows: usize) -> Result<()> {
+        let Scratch { residual, normed, .. } = &self.scratch;
+        let norm = (&self.norm, self.eps);
+        self.kernels.norm(&self.gpu, rows, residual, norm, normed, None, self.hidden)
     }
 
     fn operands<'a>(
@@ -277,14 +287,15 @@ impl Stack {
             }
             Weight::O(layer) => (&s.mixed, &layer.o, &s.residual, q, hidden, DType::F32),
             Weight::GateUp(layer) => {
-                (&s.normed, &layer.gate_up, &s.gate_up, hidden, 2 * intermediate, dtype)
+                (&s.normed, &layer.gate_up, &s.activated, hidden, 2 * intermediate, dtype)
             }
             Weight::Down(layer) => {
                 (&s.activated, &layer.down, &s.residual, intermediate, hidden, DType::F32)
             }
         };
         let add = std::ptr::eq(y, &s.residual);
-        let shape = Product { rows, inputs, outputs, skipped: 0, dtype, y_dtype, add };
+        let gated = std::ptr::eq(y, &s.activated);
+        let shape = Product { rows, inputs, outputs, skipped: 0, dtype, y_dtype, add, gated };
         (x.pointer(), w, y, shape)
     }
 

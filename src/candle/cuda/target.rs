@@ -10,7 +10,7 @@ use candle_core::DType;
 use super::device::{Buffer, Gpu, Graph, Pinned};
 use super::draw::Draw;
 use super::kernels::{Argmax, Kernels, MAX_SLOTS, Path, TopK};
-use super::products::Product;
+use super::products::{Place, Product};
 use super::stack::{PassInput, Stack, TapInto, padded};
 use super::weights::{Loader, Source, check};
 use crate::candle::{DecoderConfig, Error, Result, Weights};
@@ -102,6 +102,7 @@ impl Shared {
             dtype,
             y_dtype: DType::F32,
             add: false,
+            gated: false,
         }
     }
 }
@@ -299,14 +300,16 @@ impl CudaTarget {
 
     fn head(&self, width: usize) -> Result<()> {
         let shape = self.shared.head(width, self.stack.dtype());
-        self.stack.gpu.product(self.stack.output(), &self.shared.lm_head, &self.logits, shape)
+        let x = self.stack.output();
+        self.stack.gpu.product(x, &self.shared.lm_head, &self.logits, shape, None)
     }
 
     /// Finds out how the products of a pass are best done.
     pub(super) fn plan(&self, width: usize) -> Result<()> {
         self.stack.plan(width)?;
         let (x, shape) = (self.stack.output(), self.shared.head(width, self.stack.dtype()));
-        self.stack.gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape)
+        let place = Place { gates: None, before: &|| self.stack.last_norm(width) };
+        self.stack.gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape, place)
     }
 
     /// Runs what `self.input` holds and waits for it; `noise` is what picks are drawn with, if they are.

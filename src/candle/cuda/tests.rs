@@ -1,6 +1,7 @@
 //! The kernels and the engine against the host. Without a GPU these tests only say that there is none; with
 //! `DDTREE_REQUIRE_GPU` set, that is a failure.
 
+mod products;
 mod rows;
 mod sampled;
 mod soak;
@@ -15,7 +16,6 @@ use serde_json::Value;
 
 use super::device::{Buffer, Gpu};
 use super::kernels::{Argmax, Heads, Inputs, Kernels, Path, Splits, TopK};
-use super::products::Product;
 use super::{CudaDFlash, CudaOptions, CudaTarget};
 use crate::candle::dflash::DFlashConfig;
 use crate::candle::{DecoderConfig, Weights};
@@ -291,37 +291,6 @@ fn attention_on(gpu: &Gpu) {
 }
 
 #[test]
-fn products_equal_the_hosts() {
-    let Some(gpu) = gpu() else { return };
-    let mut rng = StdRng::seed_from_u64(7);
-    let (inputs, outputs) = (768, 320);
-    for dtype in TYPES {
-        for (rows, add) in [(1, false), (1, true), (8, true), (72, false), (136, true)] {
-            let (x_buffer, x) = upload(&gpu, dtype, &random(&mut rng, rows * inputs));
-            let (w_buffer, w) = upload(&gpu, dtype, &random(&mut rng, outputs * inputs));
-            let before = random(&mut rng, rows * outputs);
-            let y_dtype = DType::F32;
-            let shape = Product { rows, inputs, outputs, skipped: 0, dtype, y_dtype, add };
-            let (x_at, scratch) = (x_buffer.pointer(), gpu.upload(&before).unwrap());
-            gpu.plan_product(x_at, &[&w_buffer, &w_buffer], &scratch, shape).unwrap();
-            let y = gpu.upload(&before).unwrap();
-            gpu.product(x_at, &w_buffer, &y, shape).unwrap();
-            let found = download(&gpu, DType::F32, &y, rows * outputs);
-            let expected: Vec<f32> = (0..rows * outputs)
-                .map(|at| {
-                    let (x, w) = (&x[at / outputs * inputs..], &w[at % outputs * inputs..]);
-                    let terms = x[..inputs].iter().zip(&w[..inputs]);
-                    let sum: f64 = terms.map(|(&x, &w)| f64::from(x) * f64::from(w)).sum();
-                    (sum + if add { f64::from(before[at]) } else { 0.0 }) as f32
-                })
-                .collect();
-            let distance = distance(&found, &expected);
-            assert!(distance < 1e-5, "{dtype:?}, {rows} rows, add {add}: {distance}");
-        }
-    }
-}
-
-#[test]
 fn commits_move_rows_like_the_host() {
     let Some(gpu) = gpu() else { return };
     let mut rng = StdRng::seed_from_u64(4);
@@ -527,7 +496,7 @@ fn kernel_times_of(
             };
             kernels.rope_store(gpu, &inputs, qkv.pointer(), heads, &how)
         });
-        let silu = time(&|_| kernels.silu_mul(gpu, rows, &gate_up, &activated, intermediate));
+        let silu = time(&|_| kernels.silu_mul(gpu, &gate_up, &activated, rows * intermediate));
         let pick = time(&|_| argmax.run(gpu, &logits, rows, vocab_size));
         let select = time(&|_| top_k.run(gpu, logits.pointer(), 15));
         eprintln!(

@@ -11,13 +11,14 @@ use super::products::{Operands, Product};
 use crate::candle::Result;
 
 /// Rows of `x` that there are kernels for.
-const ROWS: [usize; 4] = [40, 72, 136, 256];
+const ROWS: [usize; 6] = [8, 24, 40, 72, 136, 256];
 
 /// Columns of a tile, and bytes of one of its rows.
 const COLUMNS: usize = 64;
 const ROW_BYTES: usize = 2 * COLUMNS;
 
 const MAX_STAGES: usize = 16;
+const MIN_STAGES: usize = 3;
 const MAX_SPLITS: usize = 8;
 
 /// Of the splits that can run at once, how many are worth trying: those with the most blocks.
@@ -31,8 +32,6 @@ pub(super) struct Tiles {
     rows: usize,
     /// Groups of four warps in a block, for 64 outputs each.
     warpgroups: usize,
-    /// Blocks that share the tiles of `x`.
-    sharing: usize,
     /// Parts of the inputs.
     splits: usize,
     stages: usize,
@@ -42,53 +41,37 @@ pub(super) struct Tiles {
 impl Tiles {
     /// Ways to do the products of a shape; none where the kernel does not do them.
     pub(super) fn ways(gpu: &Gpu, shape: &Product) -> Result<Vec<Self>> {
-        let Some(modules) = &gpu.modules().hopper else { return Ok(Vec::new()) };
+        let mut ways = Vec::new();
+        let Some(modules) = &gpu.modules().hopper else { return Ok(ways) };
         let module = match shape.dtype {
             DType::BF16 => &modules.product_bf16,
             DType::F16 => &modules.product_f16,
-            _ => return Ok(Vec::new()),
+            _ => return Ok(ways),
         };
-        let rows = ROWS.into_iter().find(|&rows| rows >= shape.rows);
-        let (Some(rows), true, true) =
-            (rows, shape.inputs.is_multiple_of(8), shape.outputs.is_multiple_of(8))
-        else {
-            return Ok(Vec::new());
-        };
-        let (block_memory, memory) = gpu.shared_memory()?;
-        let mut ways = Vec::new();
-        for warpgroups in [2, 3] {
+        let suits = shape.inputs.is_multiple_of(8) && shape.outputs.is_multiple_of(16);
+        let rows = ROWS.into_iter().find(|&rows| suits && rows >= shape.rows);
+        let Some(rows) = rows else { return Ok(ways) };
+        // The most rows have too many sums for three warpgroups.
+        for warpgroups in if rows == ROWS[5] { 2..=2 } else { 2..=3 } {
             let name = format!("product_{rows}_{warpgroups}_{}", shape.dtype.as_str());
-            // The widest has too many sums for three warpgroups.
-            let Ok(function) = module.load_function(&name) else { continue };
-            let threads = threads(warpgroups);
-            for memory in [block_memory, memory / 2 - 1024] {
-                let Some((stages, shared_bytes)) = stages(rows, warpgroups, memory) else {
-                    continue;
-                };
-                let most =
-                    sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-                function.set_attribute(most, block_memory as i32 - 1024)?;
-                for sharing in [1, 2] {
-                    let tiles = shape.outputs.div_ceil(64 * warpgroups).div_ceil(sharing);
-                    let mut found = 0;
-                    for splits in (1..=MAX_SPLITS / sharing).rev() {
-                        let clusters = clusters(sharing, splits, shared_bytes);
-                        let fit = splits == 1
-                            || tiles <= gpu.clusters_at_once(&function, threads, clusters)?;
-                        if fit && splits <= shape.inputs.div_ceil(COLUMNS) && found < TRIED_SPLITS {
-                            found += 1;
-                            let function = function.clone();
-                            ways.push(Self {
-                                function,
-                                rows,
-                                warpgroups,
-                                sharing,
-                                splits,
-                                stages,
-                                shared_bytes,
-                            });
-                        }
-                    }
+            let function = module.load_function(&name)?;
+            let Some((stages, shared_bytes)) = stages(rows, warpgroups, gpu.shared_memory()?.0)
+            else {
+                continue;
+            };
+            function.set_attribute(
+                sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                shared_bytes as i32,
+            )?;
+            let tiles = shape.outputs.div_ceil(64 * warpgroups);
+            let mut tried = 0;
+            for splits in (1..=MAX_SPLITS.min(shape.inputs.div_ceil(COLUMNS))).rev() {
+                let clusters = clusters(splits, shared_bytes);
+                let at_once = || gpu.clusters_at_once(&function, threads(warpgroups), clusters);
+                if tried < TRIED_SPLITS && (splits == 1 || tiles <= at_once()?) {
+                    tried += 1;
+                    let function = function.clone();
+                    ways.push(Self { function, rows, warpgroups, splits, stages, shared_bytes });
                 }
             }
         }
@@ -96,27 +79,26 @@ impl Tiles {
     }
 
     pub(super) fn run(&self, gpu: &Gpu, shape: &Product, operands: Operands) -> Result<()> {
-        let outputs = 64 * self.warpgroups;
-        let w = matrix(operands.w, shape.dtype, [shape.outputs, shape.inputs], outputs)?;
+        let tile_outputs = 64 * self.warpgroups;
+        let w = matrix(operands.w, shape.dtype, [shape.outputs, shape.inputs], tile_outputs)?;
         let x = matrix(operands.x, shape.dtype, [shape.rows, shape.inputs], self.rows)?;
         let y = operands.y;
-        let what = match (shape.y_dtype, shape.add) {
-            (DType::F32, true) => 2,
-            (DType::F32, false) => 1,
+        let output = match (shape.gated, shape.y_dtype, shape.add) {
+            (true, ..) => 3,
+            (false, DType::F32, true) => 2,
+            (false, DType::F32, false) => 1,
             _ => 0,
         };
-        let [rows, inputs, all_outputs] =
-            [shape.rows, shape.inputs, shape.outputs].map(|n| n as i32);
-        let [sharing, stages] = [self.sharing, self.stages].map(|n| n as i32);
-        let tiles = shape.outputs.div_ceil(outputs).next_multiple_of(self.sharing);
+        let sizes = [shape.rows, shape.inputs, shape.outputs, self.stages];
+        let [rows, inputs, outputs, stages] = sizes.map(|size| size as i32);
         // SAFETY: the types are the kernel's; whoever has the operands checked them against the shape.
         unsafe {
             gpu.launch_clusters(
                 &self.function,
-                (tiles as u32, self.splits as u32, 1),
+                (shape.outputs.div_ceil(tile_outputs) as u32, self.splits as u32, 1),
                 (threads(self.warpgroups), 1),
-                clusters(self.sharing, self.splits, self.shared_bytes),
-                parameters!(w, x, y, rows, inputs, all_outputs, sharing, stages, what),
+                clusters(self.splits, self.shared_bytes),
+                parameters!(w, x, y, rows, inputs, outputs, stages, output),
             )
         }
     }
@@ -127,8 +109,8 @@ fn threads(warpgroups: usize) -> u32 {
     128 * warpgroups as u32 + 32
 }
 
-fn clusters(sharing: usize, splits: usize, shared_bytes: usize) -> Clusters {
-    Clusters { blocks: (sharing as u32, splits as u32), shared_bytes }
+fn clusters(splits: usize, shared_bytes: usize) -> Clusters {
+    Clusters { blocks: (1, splits as u32), shared_bytes }
 }
 
 /// How many stages there is room for, and the memory that a block then needs.
@@ -141,7 +123,7 @@ fn stages(rows: usize, warpgroups: usize, memory: usize) -> Option<(usize, usize
     let stage = (outputs + rows) * ROW_BYTES;
     let stages = (memory / stage).min(MAX_STAGES);
     let sums = 4 * rows * (outputs + 4);
-    (stages >= 3 && sums <= memory).then(|| (stages, ALIGNMENT + sums.max(stages * stage)))
+    (stages >= MIN_STAGES && sums <= memory).then(|| (stages, ALIGNMENT + sums.max(stages * stage)))
 }
 
 /// A matrix of which tiles of so many rows are copied, in the pattern that tensor cores read.

@@ -47,6 +47,27 @@ impl Loader<'_> {
         }
     }
 
+    /// Two matrices `[rows, inputs]` of the model's type: eight rows of the first, eight of the second, and so on.
+    pub(super) fn interleaved(
+        &mut self,
+        names: [&str; 2],
+        rows: usize,
+        inputs: usize,
+    ) -> Result<Buffer> {
+        let dtype = self.kernels.dtype;
+        let prefix = self.prefix;
+        let Source::Checkpoint(weights) = &mut self.source else {
+            return self.matrix(&names.map(|name| (name, rows)), inputs);
+        };
+        let mut parts = Vec::with_capacity(2);
+        for name in names {
+            let name = format!("{prefix}{name}.weight");
+            let matrix = weights.take_as(&name, &[rows, inputs], dtype)?;
+            parts.push(matrix.reshape((rows / 8, 8 * inputs))?);
+        }
+        upload(self.gpu, &Tensor::cat(&parts, 1)?)
+    }
+
     /// A matrix whose name has no prefix.
     pub(super) fn outer_matrix(
         &mut self,

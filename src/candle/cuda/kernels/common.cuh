@@ -67,6 +67,12 @@ template <typename T> __device__ __forceinline__ Vec8<T> load8(const T *p) {
     return *reinterpret_cast<const Vec8<T> *>(p);
 }
 
+// silu(gate) * up.
+template <typename T> __device__ __forceinline__ T silu_mul(T gate, T up) {
+    float x = to_f32(gate);
+    return from_f32<T>(x / (1.0f + __expf(-x)) * to_f32(up));
+}
+
 __device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -101,14 +107,18 @@ __device__ __forceinline__ void dependents_may_start() {
 #endif
 }
 
-// Lets the next kernel start, and waits for what the kernels before this one write. To be called by every thread before
-// it reads what they write, or writes: a kernel counts as done when its blocks are, and those that follow
-// rely on that.
-__device__ __forceinline__ void inputs_ready() {
-    dependents_may_start();
+// Waits for what the kernels before this one write. To be called by every thread before it reads what they write, or
+// writes: a kernel counts as done when its blocks are, and those that follow rely on that.
+__device__ __forceinline__ void await_inputs() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// Lets the next kernel start, and waits.
+__device__ __forceinline__ void inputs_ready() {
+    dependents_may_start();
+    await_inputs();
 }
 
 // Whether this block is the last of `blocks` to get here. What the others wrote to global memory before is

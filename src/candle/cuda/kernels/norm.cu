@@ -68,19 +68,16 @@ __device__ void norm(const float *rows, const float *weight, float eps, T *out, 
     finish(x, w, eps, out + row * size, size);
 }
 
-// out = silu(gate) * up; a row of `gate_up` is `size` gates and then `size` ups.
-template <typename T> __device__ void silu_mul(const T *gate_up, T *out, int size, int rows) {
+// out = silu(gate) * up; a row of `gate_up` is eight gates, the eight ups of the same elements, and so on.
+template <typename T> __device__ void silu_mul_rows(const T *gate_up, T *out, int units) {
     inputs_ready();
-    int units = size / 8;
 #pragma unroll 2
-    for (int unit = blockIdx.x * blockDim.x + threadIdx.x; unit < units * rows; unit += gridDim.x * blockDim.x) {
-        const T *gate = gate_up + ((size_t)(unit / units) * units + unit) * 8;
-        Vec8<T> g = load8(gate), u = load8(gate + size);
+    for (int unit = blockIdx.x * blockDim.x + threadIdx.x; unit < units; unit += gridDim.x * blockDim.x) {
+        const T *gate = gate_up + (size_t)unit * 16;
+        Vec8<T> g = load8(gate), u = load8(gate + 8);
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
-            float x = to_f32(g.v[n]);
-            g.v[n] = from_f32<T>(x / (1.0f + __expf(-x)) * to_f32(u.v[n]));
-        }
+        for (int n = 0; n < 8; ++n)
+            g.v[n] = silu_mul(g.v[n], u.v[n]);
         *reinterpret_cast<Vec8<T> *>(out + (size_t)unit * 8) = g;
     }
 }
@@ -94,8 +91,8 @@ template <typename T> __device__ void silu_mul(const T *gate_up, T *out, int siz
         norm_##T(const float *rows, const float *weight, float eps, T *out, T *tap, int tap_stride, int size) {        \
         norm<T>(rows, weight, eps, out, tap, tap_stride, size);                                                        \
     }                                                                                                                  \
-    extern "C" __global__ void silu_mul_##T(const T *gate_up, T *out, int size, int rows) {                            \
-        silu_mul<T>(gate_up, out, size, rows);                                                                         \
+    extern "C" __global__ void silu_mul_##T(const T *gate_up, T *out, int units) {                                     \
+        silu_mul_rows<T>(gate_up, out, units);                                                                         \
     }
 
 KERNELS(f32)

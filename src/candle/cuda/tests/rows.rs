@@ -129,6 +129,15 @@ fn embeddings_are_rows_of_the_table_and_their_norms() {
     }
 }
 
+/// Of eight gates and their eight ups.
+pub(super) fn gated(unit: &[f32]) -> impl Iterator<Item = f64> {
+    let (gates, ups) = unit.split_at(8);
+    gates
+        .iter()
+        .zip(ups)
+        .map(|(&gate, &up)| f64::from(gate) / (1.0 + (-f64::from(gate)).exp()) * f64::from(up))
+}
+
 #[test]
 fn activations_equal_the_hosts() {
     let Some(gpu) = gpu() else { return };
@@ -141,17 +150,10 @@ fn activations_equal_the_hosts() {
                 random(&mut rng, rows * 2 * size).iter().map(|x| 6.0 * x).collect();
             let (gate_up, held) = upload(&gpu, dtype, &values);
             let out = gpu.allocate(dtype.size_in_bytes() * rows * size).unwrap();
-            kernels.silu_mul(&gpu, rows, &gate_up, &out, size).unwrap();
+            kernels.silu_mul(&gpu, &gate_up, &out, rows * size).unwrap();
             let found = download(&gpu, dtype, &out, rows * size);
             for (row, held) in held.chunks(2 * size).enumerate() {
-                let (gates, ups) = held.split_at(size);
-                let expected: Vec<f64> = gates
-                    .iter()
-                    .zip(ups)
-                    .map(|(&gate, &up)| {
-                        f64::from(gate) / (1.0 + (-f64::from(gate)).exp()) * f64::from(up)
-                    })
-                    .collect();
+                let expected: Vec<f64> = held.chunks(16).flat_map(gated).collect();
                 let what = format!("activation of row {row} of {rows} x {size}");
                 check_row(dtype, &found[row * size..][..size], &expected, &what);
             }

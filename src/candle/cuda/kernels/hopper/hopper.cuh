@@ -12,7 +12,7 @@ __device__ __forceinline__ void barrier_init(uint64_t *barrier, unsigned arrival
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals) : "memory");
 }
 
-// Makes barriers known to the copy engine and to the other blocks of the cluster; before a cluster barrier.
+// Makes barriers known to the copy engine; before the block's threads meet.
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 
 // Arrives, and says how many bytes the copies bring that this phase waits for.
@@ -23,15 +23,6 @@ __device__ __forceinline__ void barrier_expect(uint64_t *barrier, unsigned bytes
 
 __device__ __forceinline__ void barrier_arrive(uint64_t *barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
-}
-
-// Arrives at the barrier in the same place of block `rank` of the cluster.
-__device__ __forceinline__ void barrier_arrive(uint64_t *barrier, unsigned rank) {
-    asm volatile("{\n.reg .b32 remote;\n"
-                 "mapa.shared::cluster.u32 remote, %0, %1;\n"
-                 "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(shared_address(barrier)),
-                 "r"(rank)
-                 : "memory");
 }
 
 // Waits until the phase of this parity is over.
@@ -48,12 +39,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, unsigned parity)
 __device__ __forceinline__ void stores_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- clusters ----
-
-__device__ __forceinline__ unsigned cluster_rank() {
-    unsigned rank;
-    asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-    return rank;
-}
 
 // Waits for all threads of the cluster.
 __device__ __forceinline__ void cluster_join() {
@@ -117,15 +102,6 @@ __device__ __forceinline__ void copy_planes(void *to, const CUtensorMap *matrix,
     asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
                  "[%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
                  "l"(matrix), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(plane)
-                 : "memory");
-}
-
-// The same to all blocks of the cluster whose bits are set, and to their barriers.
-__device__ __forceinline__ void copy_tile_to(uint16_t blocks, void *to, const CUtensorMap *matrix, uint64_t *barrier,
-                                             int column, int row, uint64_t keep) {
-    asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster."
-                 "L2::cache_hint [%0], [%1, {%3, %4}], [%2], %5, %6;" ::"r"(shared_address(to)),
-                 "l"(matrix), "r"(shared_address(barrier)), "r"(column), "r"(row), "h"(blocks), "l"(keep)
                  : "memory");
 }
 

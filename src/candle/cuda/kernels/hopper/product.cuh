@@ -2,9 +2,8 @@
 // [rows, outputs]. The weight is read once and sets the time, so everything here serves to keep its copies going.
 //
 // A block has 64 * WARPGROUPS outputs and all rows, as a tile of y^T: a warpgroup multiplies 64 rows of `w` with N rows of
-// `x`, those beyond `rows` being zero. One more warp asks for the tiles. Blocks whose outputs follow one another share
-// `x`: each asks for every second tile, for both. Parts of the inputs are shared out over the blocks of a cluster, which add
-// up their sums in order.
+// `x`, those beyond `rows` being zero. One more warp asks for the tiles. Parts of the inputs are shared out over the blocks
+// of a cluster, which add up their sums in order.
 //
 // The weight's first tiles are asked for before the kernels ahead are done.
 #pragma once
@@ -35,6 +34,8 @@ template <typename T, int N> struct Multiply;
         }                                                                                                              \
     };
 #define MULTIPLIES(T)                                                                                                  \
+    MULTIPLY(T, 8, "%0, %1, %2, %3", D4(0), 4, 5, 6)                                                                   \
+    MULTIPLY(T, 24, R0 ", %10, %11", D4(0) COMMA D4(4) COMMA D4(8), 12, 13, 14)                                        \
     MULTIPLY(T, 40, R0 ", " R10(1), D16(0) COMMA D4(16), 20, 21, 22)                                                   \
     MULTIPLY(T, 72, R0 ", " R10(1) ", " R10(2) ", %30, %31, %32, %33, %34, %35", D16(0) COMMA D16(16) COMMA D4(32),    \
              36, 37, 38)                                                                                               \
@@ -50,30 +51,44 @@ template <typename T, int N> struct Multiply;
 MULTIPLIES(bf16)
 MULTIPLIES(f16)
 
-// What becomes of the sums.
-enum Output { AS_ELEMENTS, AS_F32, ADDED_TO_F32 };
+// What becomes of the sums. GATED: outputs are eight gates, eight ups and so on; `y` is [rows, outputs / 2] of silu(gate) * up,
+// both rounded before as if they had been written.
+enum Output { AS_ELEMENTS, AS_F32, ADDED_TO_F32, GATED };
 
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
-template <typename T> __device__ __forceinline__ void put(void *y, size_t at, float4 sum, int output) {
-    if (output == AS_ELEMENTS)
-        store4(static_cast<T *>(y) + at, sum);
-    else if (output == AS_F32)
-        store4(static_cast<float *>(y) + at, sum);
-    else
-        store4(static_cast<float *>(y) + at, load4(static_cast<float *>(y) + at) + sum);
+template <typename T> __device__ __forceinline__ float gated(float gate, float up) {
+    return to_f32(silu_mul(from_f32<T>(gate), from_f32<T>(up)));
 }
 
 // Blocks of a cluster that have parts of the same sums at most.
 constexpr int MAX_SPLITS = 8;
 
-// Grid (tiles of outputs, a multiple of `sharing`; splits of the inputs), in clusters of (sharing, splits); `sharing` is 1 or 2.
+// The sums of four outputs: `parts` are in the same place of every block of the cluster.
+__device__ __forceinline__ float4 add_up(const float *part, int splits) {
+    if (splits == 1)
+        return load4(part);
+    // All on their way before the first is needed.
+    float4 parts[MAX_SPLITS];
+#pragma unroll
+    for (int split = 0; split < MAX_SPLITS; ++split)
+        if (split < splits)
+            parts[split] = load_remote(part, split);
+    float4 sum = parts[0];
+#pragma unroll
+    for (int split = 1; split < MAX_SPLITS; ++split)
+        if (split < splits)
+            sum = sum + parts[split];
+    return sum;
+}
+
+// Grid (tiles of outputs; splits of the inputs), in clusters of all splits of a tile.
 // Shared memory: 1,024 bytes, and `stages` tiles of `w` and `x` or, if that is more, [N, 64 * WARPGROUPS + 4] floats.
 template <typename T, int N, int WARPGROUPS>
 __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int rows, int inputs, int outputs,
-                        int sharing, int stages, int output) {
+                        int stages, int output) {
     constexpr int OUTPUTS = 64 * WARPGROUPS, STRIDE = OUTPUTS + 4, MAX_STAGES = 16;
     constexpr int W_BYTES = OUTPUTS * COLUMNS * sizeof(T), X_BYTES = N * COLUMNS * sizeof(T);
     extern __shared__ uint8_t memory[];
@@ -84,20 +99,17 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int splits = gridDim.y, split = blockIdx.y, first_output = blockIdx.x * OUTPUTS;
-    // Ranks count the blocks that share `x` first.
-    unsigned rank = cluster_rank(), place = rank % sharing, first_rank = rank - place;
     int all = (inputs + COLUMNS - 1) / COLUMNS;
     int begin = all * split / splits, count = all * (split + 1) / splits - begin;
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage) {
             barrier_init(&full[stage], 1);
-            barrier_init(&empty[stage], WARPGROUPS * sharing);
+            barrier_init(&empty[stage], WARPGROUPS);
         }
         barriers_ready();
     }
-    dependents_may_start();
-    cluster_join();
+    __syncthreads();
 
     if (warp == 4 * WARPGROUPS) {
         if (lane == 0) {
@@ -106,16 +118,12 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
                 copy_tile(w_tile(stage), &w, &full[stage], (begin + i) * COLUMNS, first_output, READ_ONCE);
             };
             auto ask_x = [&](int i, int stage) {
-                int column = (begin + i) * COLUMNS;
-                if (sharing == 1)
-                    copy_tile(x_tile(stage), &x, &full[stage], column, 0, READ_AGAIN);
-                else if (i % 2 == place)
-                    copy_tile_to(3 << first_rank, x_tile(stage), &x, &full[stage], column, 0, READ_AGAIN);
+                copy_tile(x_tile(stage), &x, &full[stage], (begin + i) * COLUMNS, 0, READ_AGAIN);
             };
             int ahead = min(stages, count);
             for (int i = 0; i < ahead; ++i)
                 ask_w(i, i);
-            inputs_ready();
+            await_inputs();
             for (int i = 0; i < ahead; ++i)
                 ask_x(i, i);
             int stage = 0, parity = 0;
@@ -131,7 +139,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     } else {
         int group = warp / 4;
         float d[N / 2];
-        inputs_ready();
+        await_inputs();
         int stage = 0, parity = 0, last = 0;
         for (int i = 0; i < count; ++i) {
             barrier_wait(&full[stage], parity);
@@ -145,8 +153,8 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
             products_commit();
             products_wait<1>();
             // Products with the tiles before are done.
-            if (i > 0 && threadIdx.x % 128 < sharing)
-                barrier_arrive(&empty[last], first_rank + threadIdx.x % 128);
+            if (i > 0 && threadIdx.x % 128 == 0)
+                barrier_arrive(&empty[last]);
             last = stage;
             if (++stage == stages)
                 stage = 0, parity ^= 1;
@@ -163,48 +171,62 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
                 sums[(8 * n + lane % 4 * 2 + c % 2) * STRIDE + row + c / 2 * 8] = d[4 * n + c];
     }
 
-    const float *sums = reinterpret_cast<const float *>(tiles);
+    // Not before: their blocks would take what this one needs.
+    dependents_may_start();
     if (splits == 1)
         __syncthreads();
     else
         cluster_barrier();
-    int first_row = rows * split / splits, units = (rows * (split + 1) / splits - first_row) * (OUTPUTS / 4);
-#pragma unroll 4
-    for (int unit = threadIdx.x; unit < units; unit += blockDim.x) {
-        int row = first_row + unit / (OUTPUTS / 4), column = unit % (OUTPUTS / 4) * 4;
-        if (first_output + column >= outputs)
-            continue;
-        const float *at = sums + row * STRIDE + column;
-        float4 sum;
-        if (splits == 1) {
-            sum = load4(at);
-        } else {
-            // All on their way before the first is needed.
-            float4 parts[MAX_SPLITS];
-#pragma unroll
-            for (int part = 0; part < MAX_SPLITS; ++part)
-                if (part < splits)
-                    parts[part] = load_remote(at, part * sharing + place);
-            sum = parts[0];
-#pragma unroll
-            for (int part = 1; part < MAX_SPLITS; ++part)
-                if (part < splits)
-                    sum = sum + parts[part];
+    const float *sums = reinterpret_cast<const float *>(tiles);
+    int first_row = rows * split / splits, own_rows = rows * (split + 1) / splits - first_row;
+    if (output == GATED) {
+        constexpr int UNITS = OUTPUTS / 8;
+        for (int i = threadIdx.x; i < own_rows * UNITS; i += blockDim.x) {
+            int row = first_row + i / UNITS, unit = i % UNITS, column = unit / 2 * 16 + unit % 2 * 4;
+            if (first_output + column >= outputs)
+                continue;
+            float4 gate = add_up(sums + row * STRIDE + column, splits);
+            float4 up = add_up(sums + row * STRIDE + column + 8, splits);
+            float4 z = make_float4(gated<T>(gate.x, up.x), gated<T>(gate.y, up.y), gated<T>(gate.z, up.z),
+                                   gated<T>(gate.w, up.w));
+            store4(static_cast<T *>(y) + ((size_t)row * outputs + first_output) / 2 + unit * 4, z);
         }
-        put<T>(y, (size_t)row * outputs + first_output + column, sum, output);
+    } else {
+        constexpr int UNITS = OUTPUTS / 4;
+        for (int i = threadIdx.x; i < own_rows * UNITS; i += blockDim.x) {
+            int row = first_row + i / UNITS, column = i % UNITS * 4;
+            if (first_output + column >= outputs)
+                continue;
+            float4 sum = add_up(sums + row * STRIDE + column, splits);
+            size_t at = (size_t)row * outputs + first_output + column;
+            if (output == AS_ELEMENTS)
+                store4(static_cast<T *>(y) + at, sum);
+            else if (output == AS_F32)
+                store4(static_cast<float *>(y) + at, sum);
+            else
+                store4(static_cast<float *>(y) + at, load4(static_cast<float *>(y) + at) + sum);
+        }
     }
-    // Others may still read here, or ask for tiles here.
-    cluster_join();
+    // Others may still read here.
+    if (splits > 1)
+        cluster_join();
 }
 
-#define PRODUCT(T, N, WARPGROUPS, BLOCKS)                                                                              \
-    extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, BLOCKS) product_##N##_##WARPGROUPS##_##T(      \
+#define PRODUCT(T, N, WARPGROUPS)                                                                                      \
+    extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, 1) product_##N##_##WARPGROUPS##_##T(           \
         const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, void *y, int rows, int inputs,   \
-        int outputs, int sharing, int stages, int output) {                                                            \
-        product<T, N, WARPGROUPS>(w, x, y, rows, inputs, outputs, sharing, stages, output);                            \
+        int outputs, int stages, int output) {                                                                         \
+        product<T, N, WARPGROUPS>(w, x, y, rows, inputs, outputs, stages, output);                                     \
     }
 #define PRODUCTS(T)                                                                                                    \
-    PRODUCT(T, 40, 2, 2) PRODUCT(T, 40, 3, 1)                                                                          \
-    PRODUCT(T, 72, 2, 2) PRODUCT(T, 72, 3, 1)                                                                          \
-    PRODUCT(T, 136, 2, 2) PRODUCT(T, 136, 3, 1)                                                                        \
-    PRODUCT(T, 256, 2, 1)
+    PRODUCT(T, 8, 2)                                                                                                   \
+    PRODUCT(T, 8, 3)                                                                                                   \
+    PRODUCT(T, 24, 2)                                                                                                  \
+    PRODUCT(T, 24, 3)                                                                                                  \
+    PRODUCT(T, 40, 2)                                                                                                  \
+    PRODUCT(T, 40, 3)                                                                                                  \
+    PRODUCT(T, 72, 2)                                                                                                  \
+    PRODUCT(T, 72, 3)                                                                                                  \
+    PRODUCT(T, 136, 2)                                                                                                 \
+    PRODUCT(T, 136, 3)                                                                                                 \
+    PRODUCT(T, 256, 2)

@@ -1,0 +1,135 @@
+//! Products in every way that there is, against plain loops on the host.
+
+use candle_core::DType;
+use half::{bf16, f16};
+use rand::SeedableRng;
+use rand::rngs::StdRng;
+
+use super::rows::gated;
+use super::{TYPES, distance, download, gpu, random, upload};
+use crate::candle::cuda::kernels::Kernels;
+use crate::candle::cuda::products::{Operands, Place, Product};
+use crate::candle::cuda::tiles::Tiles;
+
+fn rounded(dtype: DType, x: f64) -> f32 {
+    match dtype {
+        DType::BF16 => bf16::from_f64(x).to_f32(),
+        DType::F16 => f16::from_f64(x).to_f32(),
+        _ => x as f32,
+    }
+}
+
+/// The sums, what was there before, and what is expected of `shape`.
+fn expected(shape: &Product, sums: &[f64], before: &[f32]) -> Vec<f32> {
+    let Product { dtype, y_dtype, .. } = *shape;
+    if shape.gated {
+        let sums: Vec<f32> = sums.iter().map(|&sum| rounded(dtype, sum)).collect();
+        return sums.chunks(16).flat_map(gated).map(|x| rounded(dtype, x)).collect();
+    }
+    let added = |(&sum, &before): (&f64, &f32)| {
+        rounded(y_dtype, if shape.add { sum + f64::from(before) } else { sum })
+    };
+    sums.iter().zip(before).map(added).collect()
+}
+
+#[test]
+fn products_equal_the_hosts() {
+    let Some(gpu) = gpu() else { return };
+    let mut rng = StdRng::seed_from_u64(7);
+    let mut ways = 0;
+    // Inputs that are no whole number of tiles, outputs likewise; rows of every kernel.
+    for (inputs, outputs, skipped) in [(768, 320, 0), (200, 48, 16), (1544, 208, 0)] {
+        for dtype in TYPES {
+            let kernels = Kernels::new(&gpu, dtype, 64).unwrap();
+            let scale = (inputs as f32).sqrt().recip();
+            let weights: Vec<f32> = random(&mut rng, (skipped + outputs) * inputs);
+            let weights: Vec<f32> = weights.iter().map(|x| x * scale).collect();
+            let (w_buffer, w) = upload(&gpu, dtype, &weights);
+            for rows in [1, 8, 9, 24, 33, 72, 65, 136, 129, 200, 252] {
+                let (x_buffer, x) = upload(&gpu, dtype, &random(&mut rng, rows * inputs));
+                let before = random(&mut rng, rows * outputs);
+                let sums: Vec<f64> = (0..rows * outputs)
+                    .map(|at| {
+                        let x = &x[at / outputs * inputs..][..inputs];
+                        let w = &w[(skipped + at % outputs) * inputs..][..inputs];
+                        x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
+                    })
+                    .collect();
+                for (y_dtype, add, gated) in [
+                    (DType::F32, false, false),
+                    (DType::F32, true, false),
+                    (dtype, false, false),
+                    (dtype, false, true),
+                ] {
+                    let shape =
+                        Product { rows, inputs, outputs, skipped, dtype, y_dtype, add, gated };
+                    let expected = expected(&shape, &sums, &before);
+                    let limit = match y_dtype {
+                        DType::BF16 => 4e-3,
+                        DType::F16 => 5e-4,
+                        _ => 1e-5,
+                    };
+                    let scratch = upload(&gpu, dtype, &before).0;
+                    let gates = Some((&scratch, &kernels));
+                    let x_at = x_buffer.pointer();
+                    let check = |how: &str, run: &dyn Fn(&super::Buffer)| {
+                        let y = upload(&gpu, y_dtype, &before).0;
+                        run(&y);
+                        let found = download(&gpu, y_dtype, &y, expected.len());
+                        let distance = distance(&found, &expected);
+                        assert!(distance < limit, "{shape:?} {how}: {distance}");
+                    };
+                    // The library's first choice: nothing is planned yet.
+                    check("by default", &|y| {
+                        gpu.product(x_at, &w_buffer, y, shape, gates).unwrap();
+                    });
+                    for tiles in Tiles::ways(&gpu, &shape).unwrap() {
+                        ways += 1;
+                        check(&format!("by {tiles:?}"), &|y| {
+                            let w = w_buffer.at(skipped * inputs * dtype.size_in_bytes());
+                            tiles
+                                .run(&gpu, &shape, Operands { x: x_at, w, y: y.pointer() })
+                                .unwrap();
+                        });
+                    }
+                }
+            }
+        }
+    }
+    let (major, minor) = gpu.compute_capability().unwrap();
+    assert_eq!(ways > 0, (major, minor) == (9, 0), "{major}.{minor}: {ways} ways");
+}
+
+#[test]
+fn what_is_planned_stays_right() {
+    let Some(gpu) = gpu() else { return };
+    let mut rng = StdRng::seed_from_u64(8);
+    let (inputs, outputs, skipped) = (512, 256, 0);
+    for dtype in TYPES {
+        let kernels = Kernels::new(&gpu, dtype, 64).unwrap();
+        let (w_buffer, w) = upload(&gpu, dtype, &random(&mut rng, outputs * inputs));
+        for (rows, add, gated) in [(1, true, false), (24, false, true), (136, true, false)] {
+            let y_dtype = if add { DType::F32 } else { dtype };
+            let (x_buffer, x) = upload(&gpu, dtype, &random(&mut rng, rows * inputs));
+            let before = random(&mut rng, rows * outputs);
+            let sums: Vec<f64> = (0..rows * outputs)
+                .map(|at| {
+                    let terms = x[at / outputs * inputs..].iter().zip(&w[at % outputs * inputs..]);
+                    terms.take(inputs).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
+                })
+                .collect();
+            let shape = Product { rows, inputs, outputs, skipped, dtype, y_dtype, add, gated };
+            let scratch = upload(&gpu, dtype, &before).0;
+            let place = Place { gates: Some((&scratch, &kernels)), before: &|| Ok(()) };
+            let y = upload(&gpu, y_dtype, &before).0;
+            let weights = [&w_buffer, &w_buffer];
+            gpu.plan_product(x_buffer.pointer(), &weights, &y, shape, place).unwrap();
+            let y = upload(&gpu, y_dtype, &before).0;
+            gpu.product(x_buffer.pointer(), &w_buffer, &y, shape, place.gates).unwrap();
+            let expected = expected(&shape, &sums, &before);
+            let found = download(&gpu, y_dtype, &y, expected.len());
+            let distance = distance(&found, &expected);
+            assert!(distance < 4e-3, "{shape:?}: {distance}");
+        }
+    }
+}

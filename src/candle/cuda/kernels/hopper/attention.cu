@@ -66,7 +66,7 @@ __device__ __forceinline__ void hold(unsigned (&x)[4]) {
 // Splits merge by first telling each other how their weights relate, and then sending what each 16 rows add up to to the one
 // that writes them.
 template <typename T, int D>
-__device__ void attend_wide(const CUtensorMap &k_cache, const CUtensorMap &v_cache, const T *q, int q_stride, T *out,
+__device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, const T *q, int q_stride, T *out,
                             const uint32_t *prefix, const uint64_t *mask, int mask_words, int width, int group,
                             float scale, int stages) {
     constexpr int UNITS = D / 8;                                              // of 16 bytes, of a row
@@ -342,11 +342,11 @@ __device__ void attend_wide(const CUtensorMap &k_cache, const CUtensorMap &v_cac
 }
 
 #define KERNEL(T, D)                                                                                                   \
-    extern "C" __global__ void __launch_bounds__(384, 1) attend_wide_##D##_##T(                                        \
+    extern "C" __global__ void __launch_bounds__(384, 1) attend_##D##_##T(                                        \
         const __grid_constant__ CUtensorMap k_cache, const __grid_constant__ CUtensorMap v_cache, const T *q,          \
         int q_stride, T *out, const uint32_t *prefix, const uint64_t *mask, int mask_words, int width, int group,      \
         float scale, int stages) {                                                                                     \
-        attend_wide<T, D>(k_cache, v_cache, q, q_stride, out, prefix, mask, mask_words, width, group, scale, stages);  \
+        attend<T, D>(k_cache, v_cache, q, q_stride, out, prefix, mask, mask_words, width, group, scale, stages);  \
     }
 KERNEL(bf16, 64) KERNEL(bf16, 128)
 KERNEL(f16, 64) KERNEL(f16, 128)

@@ -17,6 +17,10 @@ const ROWS: [usize; 6] = [8, 24, 40, 72, 136, 256];
 pub(super) const COLUMNS: usize = 64;
 const ROW_BYTES: usize = 2 * COLUMNS;
 
+/// Bytes of shared memory that the kernel declares, and that aligning its tiles may take.
+const STATIC_BYTES: usize = 1024;
+const ALIGNMENT: usize = 1024;
+
 const MAX_STAGES: usize = 16;
 const MIN_STAGES: usize = 3;
 const MAX_SPLITS: usize = 8;
@@ -55,17 +59,18 @@ impl Tiles {
         for warpgroups in if rows == ROWS[5] { 2..=2 } else { 2..=3 } {
             let name = format!("product_{rows}_{warpgroups}_{}", shape.dtype.as_str());
             let function = module.load_function(&name)?;
-            let Some((stages, shared_bytes)) = stages(rows, warpgroups, gpu.shared_memory()?.0)
-            else {
-                continue;
-            };
+            let memory = gpu.shared_memory()?.0 - STATIC_BYTES;
             function.set_attribute(
                 sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                shared_bytes as i32,
+                memory as i32,
             )?;
             let tiles = shape.outputs.div_ceil(64 * warpgroups);
             let mut tried = 0;
             for splits in (1..=MAX_SPLITS.min(shape.inputs.div_ceil(COLUMNS))).rev() {
+                let others = others_bytes(shape.rows, warpgroups, splits);
+                let Some((stages, shared_bytes)) = stages(rows, warpgroups, memory, others) else {
+                    continue;
+                };
                 let clusters = clusters(splits, shared_bytes);
                 let at_once = || gpu.clusters_at_once(&function, threads(warpgroups), clusters);
                 if tried < TRIED_SPLITS && (splits == 1 || tiles <= at_once()?) {
@@ -104,6 +109,13 @@ impl Tiles {
     }
 }
 
+#[cfg(test)]
+impl std::fmt::Display for Tiles {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{}x{}", self.warpgroups, self.splits)
+    }
+}
+
 /// Four warps for each warpgroup, and one that asks for tiles.
 fn threads(warpgroups: usize) -> u32 {
     128 * warpgroups as u32 + 32
@@ -113,17 +125,24 @@ fn clusters(splits: usize, shared_bytes: usize) -> Clusters {
     Clusters { blocks: (1, splits as u32), shared_bytes }
 }
 
-/// How many stages there is room for, and the memory that a block then needs.
-fn stages(rows: usize, warpgroups: usize, memory: usize) -> Option<(usize, usize)> {
-    // The kernel's barriers, and what aligns its tiles.
-    const BARRIERS: usize = 2 * 8 * MAX_STAGES;
-    const ALIGNMENT: usize = 1024;
-    let memory = memory - BARRIERS - ALIGNMENT;
-    let outputs = 64 * warpgroups;
-    let stage = (outputs + rows) * ROW_BYTES;
+/// Bytes of a row of sums.
+fn sums_bytes(warpgroups: usize) -> usize {
+    4 * (64 * warpgroups + 4)
+}
+
+/// Bytes that other blocks send to one.
+fn others_bytes(rows: usize, warpgroups: usize, splits: usize) -> usize {
+    (splits - 1) * rows.div_ceil(splits) * sums_bytes(warpgroups)
+}
+
+/// How many stages there is room for beside what others send, and the memory that a block then needs.
+fn stages(rows: usize, warpgroups: usize, memory: usize, others: usize) -> Option<(usize, usize)> {
+    let memory = memory.checked_sub(ALIGNMENT + others)?;
+    let stage = (64 * warpgroups + rows) * ROW_BYTES;
     let stages = (memory / stage).min(MAX_STAGES);
-    let sums = 4 * rows * (outputs + 4);
-    (stages >= MIN_STAGES && sums <= memory).then(|| (stages, ALIGNMENT + sums.max(stages * stage)))
+    let sums = rows * sums_bytes(warpgroups);
+    let bytes = ALIGNMENT + others + sums.max(stages * stage);
+    (stages >= MIN_STAGES && sums <= memory).then_some((stages, bytes))
 }
 
 /// A matrix of which tiles of so many rows are copied.

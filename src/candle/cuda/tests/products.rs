@@ -7,6 +7,8 @@ use rand::rngs::StdRng;
 
 use super::rows::gated;
 use super::{TYPES, distance, download, gpu, random, upload};
+use crate::candle::Result;
+use crate::candle::cuda::device::{Buffer, Gpu};
 use crate::candle::cuda::kernels::Kernels;
 use crate::candle::cuda::products::{Operands, Place, Product};
 use crate::candle::cuda::tiles::Tiles;
@@ -72,7 +74,7 @@ fn products_equal_the_hosts() {
                     let scratch = upload(&gpu, dtype, &before).0;
                     let gates = Some((&scratch, &kernels));
                     let x_at = x_buffer.pointer();
-                    let check = |how: &str, run: &dyn Fn(&super::Buffer)| {
+                    let check = |how: &str, run: &dyn Fn(&Buffer)| {
                         let y = upload(&gpu, y_dtype, &before).0;
                         run(&y);
                         let found = download(&gpu, y_dtype, &y, expected.len());
@@ -85,7 +87,7 @@ fn products_equal_the_hosts() {
                     });
                     for tiles in Tiles::ways(&gpu, &shape).unwrap() {
                         ways += 1;
-                        check(&format!("by {tiles:?}"), &|y| {
+                        check(&format!("by {tiles}"), &|y| {
                             let w = w_buffer.at(skipped * inputs * dtype.size_in_bytes());
                             tiles
                                 .run(&gpu, &shape, Operands { x: x_at, w, y: y.pointer() })
@@ -130,6 +132,76 @@ fn what_is_planned_stays_right() {
             let found = download(&gpu, y_dtype, &y, expected.len());
             let distance = distance(&found, &expected);
             assert!(distance < 4e-3, "{shape:?}: {distance}");
+        }
+    }
+}
+
+/// Prints how long every way takes at the shapes of Qwen3-8B, each product behind a norm.
+#[test]
+#[ignore = "measures"]
+fn product_times() {
+    let Some(new) = gpu() else { return };
+    let old = Gpu::open(0, false).unwrap();
+    let (hidden, intermediate) = (4096, 12_288);
+    for (name, inputs, outputs, gated, add) in [
+        ("qkv", hidden, 6144, false, false),
+        ("o", hidden, hidden, false, true),
+        ("gate_up", hidden, 2 * intermediate, true, false),
+        ("down", intermediate, hidden, false, true),
+    ] {
+        eprintln!("{name}: the library's best, ours by warpgroups x splits; us, the norm included");
+        for rows in [1, 16, 24, 40, 64, 72, 128, 136] {
+            let dtype = DType::BF16;
+            let y_dtype = if add { DType::F32 } else { dtype };
+            let shape = Product { rows, inputs, outputs, skipped: 0, dtype, y_dtype, add, gated };
+            let mut line = format!("{rows:>5} ");
+            for gpu in [&old, &new] {
+                let kernels = Kernels::new(gpu, dtype, 128).unwrap();
+                let weights: Vec<_> = (0..8)
+                    .map(|seed| {
+                        let weight = gpu.allocate(2 * inputs * outputs).unwrap();
+                        let len = inputs * outputs;
+                        kernels.fill_random(gpu, &weight, len, seed, 0.02).unwrap();
+                        weight
+                    })
+                    .collect();
+                let allocate = |row: usize| gpu.allocate(rows * row).unwrap();
+                let (residual, normed) = (allocate(4 * hidden), allocate(2 * hidden));
+                let (x, y) = (allocate(2 * inputs), allocate(4 * outputs));
+                let scratch = allocate(2 * outputs);
+                kernels.fill_random(gpu, &x, rows * inputs, 9, 1.0).unwrap();
+                let weight = gpu.upload(&vec![1.0f32; hidden]).unwrap();
+                let norm = || {
+                    let weight = (&weight, 1e-6);
+                    kernels.norm(gpu, rows, &residual, weight, &normed, None, hidden)
+                };
+                let time = |run: &dyn Fn(&Buffer) -> Result<()>| {
+                    let work = || weights.iter().try_for_each(|w| norm().and_then(|()| run(w)));
+                    work().unwrap();
+                    gpu.synchronize().unwrap();
+                    let graph = gpu.capture(work).unwrap();
+                    let mut times: Vec<f64> =
+                        (0..9).map(|_| gpu.time(|| graph.launch()).unwrap()).collect();
+                    times.sort_by(f64::total_cmp);
+                    times[4] * 1e3 / 8.0
+                };
+                let place = Place { gates: Some((&scratch, &kernels)), before: &norm };
+                let all: Vec<_> = weights.iter().collect();
+                if std::ptr::eq(gpu, &old) {
+                    gpu.plan_product(x.pointer(), &all, &y, shape, place).unwrap();
+                    let best = time(&|w| gpu.product(x.pointer(), w, &y, shape, place.gates));
+                    line += &format!("{best:>6.2} |");
+                    continue;
+                }
+                for tiles in Tiles::ways(gpu, &shape).unwrap() {
+                    let run = |w: &Buffer| {
+                        let operands = Operands { x: x.pointer(), w: w.pointer(), y: y.pointer() };
+                        tiles.run(gpu, &shape, operands)
+                    };
+                    line += &format!("  {:.2} ({tiles})", time(&run));
+                }
+            }
+            eprintln!("{line}");
         }
     }
 }

@@ -121,6 +121,16 @@ __device__ __forceinline__ void merge_parts(int parts, XAt x_at, NormAt norm_at,
 }
 
 #if __CUDA_ARCH__ >= 900
+// All threads of a cluster arrive, and then wait for each other. If RELEASE, what they wrote to shared memory before is
+// visible after.
+template <bool RELEASE> __device__ __forceinline__ void cluster_arrive() {
+    if (RELEASE)
+        asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+    else
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
+
 // Where `p`, in this block's shared memory, is in that of block `rank` of the cluster.
 template <typename P> __device__ __forceinline__ const P *in_block(const P *p, int rank) {
     uint64_t at;

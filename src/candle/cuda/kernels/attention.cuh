@@ -1,4 +1,4 @@
-// What the attention kernels for bf16 and f16 share: conversions, masks, weights, and what clusters do.
+// What the attention kernels for bf16 and f16 share: copies, masks, conversions and weights.
 #pragma once
 
 #include "common.cuh"
@@ -179,15 +179,3 @@ __device__ __forceinline__ void add_sums(const float4 *sums, const float2 *norms
 
 // x / y for small x, by the inverse of y.
 __device__ __forceinline__ int divided(int x, float inverse) { return (int)((x + 0.5f) * inverse); }
-
-#if __CUDA_ARCH__ >= 900
-// All threads of a cluster arrive, and then wait for each other. If RELEASE, what they wrote to shared memory before is
-// visible after.
-template <bool RELEASE> __device__ __forceinline__ void cluster_arrive() {
-    if (RELEASE)
-        asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
-    else
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
-#endif

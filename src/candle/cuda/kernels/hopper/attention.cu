@@ -121,7 +121,7 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
         barrier_expect(told, splits * rows16 * 16 * sizeof(float2));
         barrier_expect(sent, (splits - 1) * own16 * PIECES * 512);
     }
-    cluster_arrive<false>();
+    cluster_arrive();
     for (int i = threadIdx.x; i < (end_slot - first_slot) * mask_words; i += blockDim.x)
         masks[i] = mask[first_slot * mask_words + i];
 
@@ -225,7 +225,7 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
 #pragma unroll
                 for (int plane = 0; plane < D / COLUMNS; ++plane)
                     *reinterpret_cast<uint4 *>(stage_values + plane * KEYS * LINE + i * 16) = make_uint4(0, 0, 0, 0);
-            stores_visible();
+            async_may_read();
             asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
         }
         uint64_t v_tile = tile_descriptor(stage_values, KEYS * LINE);
@@ -284,6 +284,22 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
         }
         scale_rows(o, by);
         int place = divided(place16, inverse_splits), to = place16 - place * splits;
+#ifdef BULK
+        uint4 *at = pieces + (place * splits + split) * PIECES * 32;
+        // All tiles but the last one of values are done with everywhere.
+        uint4 *from = to == split ? at : reinterpret_cast<uint4 *>(
+            shared + (2 * last_stage + 2 + warpgroup) % (2 * stages) * TILE + warp * PIECES * 512);
+#pragma unroll
+        for (int n = 0; n < PIECES; ++n) {
+            const float(&a)[4] = o[2 * n], (&b)[4] = o[2 * n + 1];
+            from[32 * n + lane] = make_uint4(pair(a[0], a[1], T()), pair(b[0], b[1], T()), pair(a[2], a[3], T()),
+                                             pair(b[2], b[3], T()));
+        }
+        async_may_read();
+        __syncwarp();
+        if (to != split && lane == 0)
+            send(at, from, PIECES * 512, sent, to);
+#else
         uint4 piece[PIECES], *at = pieces + (place * splits + split) * PIECES * 32 + lane;
 #pragma unroll
         for (int n = 0; n < PIECES; ++n) {
@@ -299,11 +315,17 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
 #pragma unroll
             for (int n = 0; n < PIECES; ++n)
                 send(at + 32 * n, sent, to, piece[n]);
+#endif
         __syncwarp();
         if (to == split && lane == 0)
             barrier_arrive(sent);
     }
 
+#ifdef BULK
+    barrier_wait(sent, 0);
+    // What is sent has arrived everywhere.
+    cluster_arrive();
+#endif
     // Each warp writes half of the columns, or fewer, of 16 rows.
     constexpr int AT_ONCE = PIECES / 2;
     int parts = 2 * own16, warps = blockDim.x / 32;
@@ -339,6 +361,9 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
                     for (int c = 0; c < 2; ++c)
                         *reinterpret_cast<unsigned *>(to[j] + 16 * k + 8 * c) = pair(y[k][2 * j + c].x, y[k][2 * j + c].y, T());
     }
+#ifdef BULK
+    cluster_wait();
+#endif
 }
 
 #define KERNEL(T, D)                                                                                                   \

@@ -35,9 +35,6 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, unsigned parity)
                  : "memory");
 }
 
-// What this thread wrote to shared memory before is seen by products of those that wait for it.
-__device__ __forceinline__ void stores_visible() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-
 // ---- clusters ----
 
 __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }

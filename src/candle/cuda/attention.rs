@@ -1,7 +1,5 @@
 //! Attention by warpgroups, for GPUs of compute capability 9.0 (`kernels/hopper/attention.cu`).
 
-use std::cmp::Reverse;
-
 use candle_core::DType;
 use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
@@ -20,7 +18,7 @@ const KEYS: usize = 64;
 const MAX_WARPGROUPS: usize = 3;
 const MAX_SPLITS: usize = 8;
 
-/// Tiles of keys and values in shared memory: more than three gain nothing.
+/// Tiles of keys and of values in shared memory: more gain nothing.
 const MIN_STAGES: usize = 2;
 const MAX_STAGES: usize = 3;
 
@@ -102,7 +100,7 @@ impl WarpgroupAttention {
                 },
             )
         });
-        let best = ways.min_by_key(|(work, way)| (*work, way.splits, Reverse(way.warpgroups)));
+        let best = ways.min_by_key(|(work, way)| (*work, way.warpgroups, way.splits));
         best.expect("there is memory for a warpgroup").1
     }
 
@@ -155,7 +153,8 @@ fn threads(warpgroups: usize) -> u32 {
     128 * warpgroups as u32
 }
 
-/// Bytes of shared memory: tiles; queries, or in their place what splits send; how their weights relate; masks; barriers.
+/// Bytes of shared memory: tiles; queries, or in their place what splits send; how their weights relate; masks;
+/// barriers.
 fn shared_bytes(
     head_dim: usize,
     warpgroups: usize,

@@ -80,8 +80,8 @@ __device__ __forceinline__ void hide(float (*s)[4], const uint32_t (&seen)[2]) {
 
 __device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }
 
-// What sums of rows g and g + 8 are weighted by: 2^(scale * (score - top)). `top` is the greatest score when they were last
-// scaled, `sum` this lane's part of the weights' sum.
+// What sums of rows g and g + 8 are weighted by: 2^(scale * (score - top)). `top` is the greatest score when they were
+// last scaled, `sum` this lane's part of the weights' sum.
 struct Weights {
     float scale, top[2] = {NEG_INF, NEG_INF}, sum[2] = {0.0f, 0.0f};
 

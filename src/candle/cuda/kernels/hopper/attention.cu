@@ -1,8 +1,8 @@
-// Attention of wide passes: what `../attention.cu` computes, with products by warpgroups.
+// What `../attention.cu` computes, with products by warpgroups.
 //
-// A warpgroup has ROWS query rows, in registers. It multiplies them with tiles of keys, and weights, which stay in
-// registers, with tiles of values. The warpgroups of a block have different rows and share the tiles; while one
-// computes weights, others multiply.
+// A warpgroup has ROWS query rows. It multiplies them with tiles of keys, and weights, which stay in registers, with
+// tiles of values. The warpgroups of a block have different rows and share the tiles; while one computes weights,
+// others, or those of another block, multiply.
 
 #include "../attention.cuh"
 #include "hopper.cuh"
@@ -63,8 +63,8 @@ __device__ __forceinline__ void hold(unsigned (&x)[4]) {
 // Grid (splits of the keys, tiles of ROWS * blockDim.x / 128 query rows, KV heads), in clusters of a tile's splits.
 // Two or more `stages` of KEYS keys and values fit into shared memory.
 //
-// Splits merge by first telling each other how their weights relate, and then sending what each 16 rows add up to to the one
-// that writes them.
+// Splits merge in two steps: they tell each other how their weights relate, and then send their share of each 16 rows
+// to the split that writes these.
 template <typename T, int D>
 __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, const T *q, int q_stride, T *out,
                             const uint32_t *prefix, const uint64_t *mask, int mask_words, int width, int group,
@@ -76,7 +76,8 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
 
     dependents_may_start();
     int before = *prefix, keys = before + width;
-    int splits = gridDim.x, split = blockIdx.x, kv_heads = gridDim.z, kv_head = blockIdx.z, warpgroups = blockDim.x / 128;
+    int splits = gridDim.x, split = blockIdx.x, kv_heads = gridDim.z, kv_head = blockIdx.z;
+    int warpgroups = blockDim.x / 128;
     int first_row = blockIdx.y * ROWS * warpgroups, rows = min(width * group - first_row, ROWS * warpgroups);
     int busy = (rows + ROWS - 1) / ROWS, rows16 = (rows + 15) / 16;
     float inverse_splits = __fdividef(1.0f, splits), inverse_group = __fdividef(1.0f, group);
@@ -157,13 +158,14 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
         *reinterpret_cast<uint4 *>(q_at(copied_row, column) + i * (128 / UNITS) * LINE) = copied[i];
     __syncthreads();
 
-    // Warps without a row only help to copy.
+    // Idle warps have no row, but a part in the products of their warpgroup.
     int place16 = warpgroup * 4 + warp;
     bool idle = place16 >= rows16, works = warpgroup < busy;
     const uint64_t *seen_by[2];
-    for (int i = 0; i < 2; ++i)
-        seen_by[i] = masks + (divided(first_row + min(place16 * 16 + g + 8 * i, rows - 1), inverse_group) - first_slot) *
-                                 mask_words;
+    for (int i = 0; i < 2; ++i) {
+        int row = first_row + min(place16 * 16 + g + 8 * i, rows - 1);
+        seen_by[i] = masks + (divided(row, inverse_group) - first_slot) * mask_words;
+    }
     int stage = 0, parity = 0, last_stage = 0, last_parity = 0;
     // Tells the other splits how this one's weights relate to theirs.
     auto tell = [&]() {
@@ -177,6 +179,7 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
     };
 #pragma unroll 1
     for (int tile = 0; works && tile < tiles; ++tile) {
+        // Anew for each tile: ptxas 13.0 lets others have the registers of operands that stay for several.
         unsigned queries[D / 16][4];
 #pragma unroll
         for (int d = 0; d < D / 16; ++d)
@@ -191,7 +194,7 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
         for (int d = 0; d < D / 16; ++d)
             multiply(s, queries[d], k_tile + (d / 4 * KEYS * LINE + d % 4 * 32) / 16, d > 0, T());
         products_commit();
-        // The tile before is done with everywhere, or soon: one that is still to come can take its place.
+        // The tile before is done with in all warpgroups, or soon. One that is still to come takes its place.
         if (threadIdx.x == 0 && tile > 0 && tile - 1 + stages < tiles) {
             barrier_wait(freed + last_stage, last_parity);
             load_tile(tile - 1 + stages, last_stage);
@@ -284,22 +287,6 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
         }
         scale_rows(o, by);
         int place = divided(place16, inverse_splits), to = place16 - place * splits;
-#ifdef BULK
-        uint4 *at = pieces + (place * splits + split) * PIECES * 32;
-        // All tiles but the last one of values are done with everywhere.
-        uint4 *from = to == split ? at : reinterpret_cast<uint4 *>(
-            shared + (2 * last_stage + 2 + warpgroup) % (2 * stages) * TILE + warp * PIECES * 512);
-#pragma unroll
-        for (int n = 0; n < PIECES; ++n) {
-            const float(&a)[4] = o[2 * n], (&b)[4] = o[2 * n + 1];
-            from[32 * n + lane] = make_uint4(pair(a[0], a[1], T()), pair(b[0], b[1], T()), pair(a[2], a[3], T()),
-                                             pair(b[2], b[3], T()));
-        }
-        async_may_read();
-        __syncwarp();
-        if (to != split && lane == 0)
-            send(at, from, PIECES * 512, sent, to);
-#else
         uint4 piece[PIECES], *at = pieces + (place * splits + split) * PIECES * 32 + lane;
 #pragma unroll
         for (int n = 0; n < PIECES; ++n) {
@@ -315,26 +302,20 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
 #pragma unroll
             for (int n = 0; n < PIECES; ++n)
                 send(at + 32 * n, sent, to, piece[n]);
-#endif
         __syncwarp();
         if (to == split && lane == 0)
             barrier_arrive(sent);
     }
 
-#ifdef BULK
-    barrier_wait(sent, 0);
-    // What is sent has arrived everywhere.
-    cluster_arrive();
-#endif
-    // Each warp writes half of the columns, or fewer, of 16 rows.
+    // A warp writes half of the columns of 16 rows.
     constexpr int AT_ONCE = PIECES / 2;
     int parts = 2 * own16, warps = blockDim.x / 32;
     for (int i = threadIdx.x / 32; i < parts; i += warps) {
         int place = i / 2, n = i % 2 * AT_ONCE, row = first_row + (place * splits + split) * 16 + g;
         T *to[2];
         for (int j = 0; j < 2; ++j) {
-            int slot = divided(row + 8 * j, inverse_group);
-            to[j] = out + ((size_t)(slot * kv_heads + kv_head) * group + row + 8 * j - slot * group) * D + 16 * n + 2 * t;
+            int r = row + 8 * j, slot = divided(r, inverse_group);
+            to[j] = out + ((size_t)(slot * kv_heads + kv_head) * group + r - slot * group) * D + 16 * n + 2 * t;
         }
         const uint4 *x = pieces + (place * splits * PIECES + n) * 32 + lane;
         float2 y[AT_ONCE][4] = {};
@@ -359,11 +340,9 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
                 for (int k = 0; k < AT_ONCE; ++k)
 #pragma unroll
                     for (int c = 0; c < 2; ++c)
-                        *reinterpret_cast<unsigned *>(to[j] + 16 * k + 8 * c) = pair(y[k][2 * j + c].x, y[k][2 * j + c].y, T());
+                        *reinterpret_cast<unsigned *>(to[j] + 16 * k + 8 * c) =
+                            pair(y[k][2 * j + c].x, y[k][2 * j + c].y, T());
     }
-#ifdef BULK
-    cluster_wait();
-#endif
 }
 
 #define KERNEL(T, D)                                                                                                   \

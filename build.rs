@@ -42,7 +42,7 @@ fn main() {
                 .spawn()
                 .unwrap_or_else(|error| {
                     panic!(
-                        "the feature `cuda` needs nvcc of CUDA 12 or 13; running {} failed: {error}. \
+                        "the feature `cuda` needs nvcc of CUDA 12.1 or later; running {} failed: {error}. \
                          Set NVCC to its path or CUDA_HOME to its toolkit.",
                         nvcc.display()
                     )

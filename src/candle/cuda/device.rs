@@ -51,6 +51,7 @@ pub(super) struct Modules {
 
 /// Modules with instructions that other architectures lack.
 pub(super) struct HopperModules {
+    pub(super) attention: Arc<CudaModule>,
     pub(super) product_bf16: Arc<CudaModule>,
     pub(super) product_f16: Arc<CudaModule>,
 }
@@ -78,11 +79,11 @@ impl Gpu {
     /// # Errors
     /// No driver, no cuBLAS or no such GPU; one older than compute capability 8.0.
     pub fn new(ordinal: usize) -> Result<Self> {
-        Self::open(ordinal, true)
+        Self::open(ordinal, None)
     }
 
-    /// As [`new`](Self::new); unless `recent`, with the kernels for GPUs before compute capability 9.0.
-    pub(super) fn open(ordinal: usize, recent: bool) -> Result<Self> {
+    /// As [`new`](Self::new), with the kernels for GPUs of this compute capability, if one is given.
+    pub(super) fn open(ordinal: usize, kernels_for: Option<(i32, i32)>) -> Result<Self> {
         // SAFETY: these open the libraries and close them again.
         let (driver, cublas) =
             unsafe { (sys::is_culib_present(), cublaslt::sys::is_culib_present()) };
@@ -97,9 +98,11 @@ impl Gpu {
             let found = format!("a GPU of compute capability {major}.{minor}");
             return Err(Error::argument("ordinal", found, "8.0 or later"));
         }
-        let clusters = recent && major >= 9;
-        let hopper = if recent && (major, minor) == (9, 0) {
+        let kernels_for = kernels_for.unwrap_or((major, minor));
+        let clusters = kernels_for.0 >= 9;
+        let hopper = if kernels_for == (9, 0) {
             Some(HopperModules {
+                attention: hopper_module!(context, "attention"),
                 product_bf16: hopper_module!(context, "product_bf16"),
                 product_f16: hopper_module!(context, "product_f16"),
             })

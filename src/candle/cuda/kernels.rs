@@ -7,6 +7,7 @@ use cudarc::driver::{
     sys::{self, CUdeviceptr},
 };
 
+use super::attention::WarpgroupAttention;
 use super::device::{Buffer, Clusters, Gpu};
 use crate::candle::{Error, Result};
 
@@ -41,14 +42,11 @@ pub(super) use parameters;
 #[derive(Debug)]
 pub(super) struct Kernels {
     pub(super) dtype: DType,
-    head_dim: usize,
     embed_norm: CudaFunction,
     norm: CudaFunction,
     silu_mul: CudaFunction,
     rope_store: CudaFunction,
-    attend: CudaFunction,
-    /// Absent for f32, whose attention has no splits.
-    splitting: Option<Splitting>,
+    attention: Attention,
     fill_random: CudaFunction,
     compact: CudaFunction,
     gather: CudaFunction,
@@ -114,9 +112,28 @@ pub(super) struct RopeStore<'a> {
     pub(super) values: CUdeviceptr,
 }
 
+/// Keys and values of a layer, at addresses that stay: planes of so many rows.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Cached {
+    pub(super) keys: CUdeviceptr,
+    pub(super) values: CUdeviceptr,
+    pub(super) rows: usize,
+}
+
+#[derive(Debug)]
+enum Attention {
+    /// f32, a block for each row and head.
+    Rows(CudaFunction),
+    /// Tensor cores.
+    Warps(Splitting),
+    /// Tensor cores that four warps use together.
+    Warpgroups(WarpgroupAttention),
+}
+
 /// What attention needs to split keys over blocks.
 #[derive(Debug)]
 struct Splitting {
+    attend: CudaFunction,
     merge: CudaFunction,
     /// Warps of a block.
     warps: usize,
@@ -139,7 +156,7 @@ struct Split {
 }
 
 impl Splitting {
-    fn new(gpu: &Gpu, merge: CudaFunction, attend: &CudaFunction, head_dim: usize) -> Result<Self> {
+    fn new(gpu: &Gpu, attend: CudaFunction, merge: CudaFunction, head_dim: usize) -> Result<Self> {
         use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
         let warps = if head_dim <= 128 { 6 } else { 4 };
         // Two blocks share a multiprocessor, unless it has too little memory.
@@ -154,10 +171,10 @@ impl Splitting {
                 return Ok(blocks * multiprocessors / splits);
             }
             let clusters = Clusters { blocks: (splits as u32, 1), shared_bytes: shared };
-            gpu.clusters_at_once(attend, 32 * warps as u32, clusters)
+            gpu.clusters_at_once(&attend, 32 * warps as u32, clusters)
         };
         let at_once = (1..=MAX_SPLITS).map(at_once).collect::<Result<_>>()?;
-        Ok(Self { merge, warps, shared, multiprocessors, at_once })
+        Ok(Self { attend, merge, warps, shared, multiprocessors, at_once })
     }
 
     /// The least time, by rough measure, for a prefix of about a thousand keys: as many splits as run at once, units
@@ -185,6 +202,58 @@ impl Splitting {
         let best = splits.min_by_key(|(work, split)| (*work, std::cmp::Reverse(split.row_warps)));
         best.expect("there is memory for all warps over rows").1
     }
+
+    #[expect(clippy::too_many_arguments, reason = "they are the kernel's")]
+    fn run(
+        &self,
+        gpu: &Gpu,
+        inputs: &Inputs,
+        heads: Heads,
+        qkv: &Buffer,
+        cached: Cached,
+        out: &Buffer,
+        splits: &Splits,
+    ) -> Result<()> {
+        let (q, out, Cached { keys, values, .. }) = (qkv.pointer(), out.pointer(), cached);
+        let q_stride = (heads.q_size() + 2 * heads.kv_size()) as i32;
+        let (prefix, mask, mask_words) = (inputs.prefix, inputs.mask, inputs.mask_words as i32);
+        let scale = (heads.size as f32).powf(-0.5);
+        let split = self.split(heads, inputs.rows);
+        let clusters = Clusters {
+            blocks: (split.splits as u32, 1),
+            shared_bytes: shared_bytes(heads.size, split.row_warps, split.key_warps, split.stages),
+        };
+        let (partial, norms) = (splits.partial.pointer(), splits.norms.pointer());
+        let (width, group) = (inputs.rows as i32, (heads.query / heads.kv) as i32);
+        let (row_warps, key_warps, stages) =
+            (split.row_warps as i32, split.key_warps as i32, split.stages as i32);
+        // SAFETY: the types are the kernel's; the caller sized the buffers for the pass, and the memory for splits was sized for every width.
+        unsafe {
+            gpu.launch_clusters(
+                &self.attend,
+                (split.splits as u32, split.tiles as u32, heads.kv as u32),
+                (32 * self.warps as u32, 1),
+                clusters,
+                parameters!(
+                    q, q_stride, keys, values, out, partial, norms, prefix, mask, mask_words,
+                    width, group, scale, row_warps, key_warps, stages
+                ),
+            )?;
+        }
+        if gpu.has_clusters() {
+            return Ok(());
+        }
+        let splits = split.splits as i32;
+        // SAFETY: as above.
+        unsafe {
+            gpu.launch(
+                &self.merge,
+                ((split.tiles * split.row_warps) as u32, heads.kv as u32, 1),
+                (128, 1),
+                parameters!(partial, norms, out, prefix, width, group, splits),
+            )
+        }
+    }
 }
 
 /// Bytes of shared memory: for the steps in flight and the queries; when they are done, for what the warps leave.
@@ -206,8 +275,8 @@ impl Splits {
             let split = splitting.split(heads, width);
             heads.kv * split.splits * split.tiles * split.row_warps * 16
         };
-        let rows = match &kernels.splitting {
-            Some(splitting) if !gpu.has_clusters() => {
+        let rows = match &kernels.attention {
+            Attention::Warps(splitting) if !gpu.has_clusters() => {
                 (1..=max_rows).map(|width| needed(splitting, width)).max().unwrap_or(0)
             }
             _ => 0,
@@ -228,23 +297,23 @@ impl Kernels {
             return Err(Error::config("head_dim", head_dim, "64, 128 or 256 on a GPU"));
         }
         let modules = gpu.modules();
-        let attend = modules.attention.load_function(&format!("attend_{head_dim}_{suffix}"))?;
+        let of_heads =
+            |name| modules.attention.load_function(&format!("{name}_{head_dim}_{suffix}"));
+        let attention = if dtype == DType::F32 {
+            Attention::Rows(of_heads("attend")?)
+        } else if let Some(attention) = WarpgroupAttention::new(gpu, dtype, head_dim)? {
+            Attention::Warpgroups(attention)
+        } else {
+            let (attend, merge) = (of_heads("attend")?, of_heads("merge")?);
+            Attention::Warps(Splitting::new(gpu, attend, merge, head_dim)?)
+        };
         Ok(Self {
             dtype,
-            head_dim,
             embed_norm: modules.norm.load_function(&format!("embed_norm_{suffix}"))?,
             norm: modules.norm.load_function(&format!("norm_{suffix}"))?,
             silu_mul: modules.norm.load_function(&format!("silu_mul_{suffix}"))?,
             rope_store: modules.rope.load_function(&format!("rope_store_{head_dim}_{suffix}"))?,
-            splitting: match dtype {
-                DType::F32 => None,
-                _ => {
-                    let merge =
-                        modules.attention.load_function(&format!("merge_{head_dim}_{suffix}"))?;
-                    Some(Splitting::new(gpu, merge, &attend, head_dim)?)
-                }
-            },
-            attend,
+            attention,
             fill_random: modules.random.load_function(&format!("fill_random_{suffix}"))?,
             compact: modules.commit.load_function("compact")?,
             gather: modules.commit.load_function("gather")?,
@@ -368,64 +437,34 @@ impl Kernels {
         inputs: &Inputs,
         heads: Heads,
         qkv: &Buffer,
-        (keys, values): (CUdeviceptr, CUdeviceptr),
+        cached: Cached,
         out: &Buffer,
         splits: &Splits,
     ) -> Result<()> {
-        let group = heads.query / heads.kv;
-        let (q, out) = (qkv.pointer(), out.pointer());
-        let q_stride = (heads.q_size() + 2 * heads.kv_size()) as i32;
-        let (prefix, mask, mask_words) = (inputs.prefix, inputs.mask, inputs.mask_words as i32);
-        let scale = (self.head_dim as f32).powf(-0.5);
-        let Some(splitting) = &self.splitting else {
-            let group = group as i32;
-            let grid = (inputs.rows as u32, heads.query as u32, 1);
-            // SAFETY: as above.
-            return unsafe {
-                gpu.launch_early(
-                    &self.attend,
-                    grid,
-                    (128, 1),
-                    parameters!(
-                        q, q_stride, keys, values, out, prefix, mask, mask_words, group, scale
-                    ),
-                )
-            };
-        };
-        let split = splitting.split(heads, inputs.rows);
-        let clusters = Clusters {
-            blocks: (split.splits as u32, 1),
-            shared_bytes: shared_bytes(heads.size, split.row_warps, split.key_warps, split.stages),
-        };
-        let (partial, norms) = (splits.partial.pointer(), splits.norms.pointer());
-        let (width, group) = (inputs.rows as i32, group as i32);
-        let (row_warps, key_warps, stages) =
-            (split.row_warps as i32, split.key_warps as i32, split.stages as i32);
-        // SAFETY: as above; the memory for splits was sized for every width.
-        unsafe {
-            gpu.launch_clusters(
-                &self.attend,
-                (split.splits as u32, split.tiles as u32, heads.kv as u32),
-                (32 * splitting.warps as u32, 1),
-                clusters,
-                parameters!(
-                    q, q_stride, keys, values, out, partial, norms, prefix, mask, mask_words,
-                    width, group, scale, row_warps, key_warps, stages
-                ),
-            )?;
-        }
-        if gpu.has_clusters() {
-            return Ok(());
-        }
-        let splits = split.splits as i32;
-        // SAFETY: as above.
-        unsafe {
-            gpu.launch(
-                &splitting.merge,
-                ((split.tiles * split.row_warps) as u32, heads.kv as u32, 1),
-                (128, 1),
-                parameters!(partial, norms, out, prefix, width, group, splits),
-            )
+        match &self.attention {
+            Attention::Warpgroups(attention) => attention.run(gpu, inputs, heads, qkv, cached, out),
+            Attention::Warps(splitting) => {
+                splitting.run(gpu, inputs, heads, qkv, cached, out, splits)
+            }
+            Attention::Rows(attend) => {
+                let (q, out, Cached { keys, values, .. }) = (qkv.pointer(), out.pointer(), cached);
+                let q_stride = (heads.q_size() + 2 * heads.kv_size()) as i32;
+                let (prefix, mask) = (inputs.prefix, inputs.mask);
+                let (mask_words, group) =
+                    (inputs.mask_words as i32, (heads.query / heads.kv) as i32);
+                let scale = (heads.size as f32).powf(-0.5);
+                // SAFETY: as above.
+                unsafe {
+                    gpu.launch_early(
+                        attend,
+                        (inputs.rows as u32, heads.query as u32, 1),
+                        (128, 1),
+                        parameters!(
+                            q, q_stride, keys, values, out, prefix, mask, mask_words, group, scale
+                        ),
+                    )
+                }
+            }
         }
     }
 

@@ -7,6 +7,7 @@
 //!
 //! Weights come through [`Weights`](super::Weights), opened for the CPU; nothing of candle runs on the GPU.
 
+mod attention;
 mod device;
 mod drafter;
 mod draw;

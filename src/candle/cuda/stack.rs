@@ -4,7 +4,7 @@ use candle_core::DType;
 use cudarc::driver::sys::CUdeviceptr;
 
 use super::device::{Buffer, Gpu, Pinned};
-use super::kernels::{Heads, Inputs, Kernels, Path, RopeStore, Splits};
+use super::kernels::{Cached, Heads, Inputs, Kernels, Path, RopeStore, Splits};
 use super::products::{Place, Product};
 use super::weights::Loader;
 use crate::candle::{DecoderConfig, Error, Result};
@@ -208,9 +208,9 @@ impl Stack {
             self.product(rows, Weight::Qkv(layer))?;
             let how = self.rope_store(index, 0);
             kernels.rope_store(gpu, inputs, scratch.qkv.pointer(), self.heads, &how)?;
-            let (keys, values) = (how.keys, how.values);
+            let cached = Cached { keys: how.keys, values: how.values, rows: self.cache_rows };
             let (qkv, mixed, splits) = (&scratch.qkv, &scratch.mixed, &scratch.splits);
-            kernels.attend(gpu, inputs, self.heads, qkv, (keys, values), mixed, splits)?;
+            kernels.attend(gpu, inputs, self.heads, qkv, cached, mixed, splits)?;
             self.product(rows, Weight::O(layer))?;
             let (residual, normed) = (&scratch.residual, &scratch.normed);
             kernels.norm(gpu, rows, residual, (&layer.post_norm, eps), normed, None, hidden)?;

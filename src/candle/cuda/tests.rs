@@ -15,7 +15,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde_json::Value;
 
 use super::device::{Buffer, Gpu};
-use super::kernels::{Argmax, Heads, Inputs, Kernels, Path, Splits, TopK};
+use super::kernels::{Argmax, Cached, Heads, Inputs, Kernels, Path, Splits, TopK};
 use super::{CudaDFlash, CudaOptions, CudaTarget};
 use crate::candle::dflash::DFlashConfig;
 use crate::candle::{DecoderConfig, Weights};
@@ -35,10 +35,14 @@ fn gpu() -> Option<Gpu> {
     }
 }
 
-/// The GPU with the kernels that it gets, and with those that older ones get.
-fn gpu_new_and_old() -> Vec<Gpu> {
+/// The GPU with the kernels that it gets, and with those that others get.
+fn gpu_as_others() -> Vec<Gpu> {
     let Some(gpu) = gpu() else { return Vec::new() };
-    vec![gpu, Gpu::open(0, false).unwrap()]
+    let capability = |major| Gpu::open(0, Some((major, 0))).unwrap();
+    match gpu.has_clusters() {
+        true => vec![gpu, capability(10), capability(8)],
+        false => vec![gpu, capability(8)],
+    }
 }
 
 /// `values` on the GPU in a type, and as that type holds them.
@@ -200,7 +204,7 @@ fn ancestor_rows(parents: &[i32], words: usize) -> Vec<u64> {
 
 #[test]
 fn attention_equals_a_sum_over_visible_keys() {
-    for gpu in gpu_new_and_old() {
+    for gpu in gpu_as_others() {
         attention_on(&gpu);
     }
 }
@@ -208,11 +212,13 @@ fn attention_equals_a_sum_over_visible_keys() {
 fn attention_on(gpu: &Gpu) {
     let mut rng = StdRng::seed_from_u64(3);
     for dtype in TYPES {
-        for (size, kv, group) in [(64, 3, 3), (128, 2, 4), (256, 1, 2), (64, 2, 1), (128, 1, 8)] {
+        for (size, kv, group) in
+            [(64, 3, 3), (128, 2, 4), (256, 1, 2), (64, 2, 1), (128, 1, 8), (128, 8, 4)]
+        {
             let heads = Heads { query: kv * group, kv, size };
             let kernels = Kernels::new(gpu, dtype, size).unwrap();
-            let splits = Splits::new(gpu, &kernels, heads, 144).unwrap();
-            for (prefix, width) in [
+            let splits = Splits::new(gpu, &kernels, heads, 252).unwrap();
+            let few_heads = [
                 (0usize, 1usize),
                 (1, 1),
                 (0, 8),
@@ -226,14 +232,24 @@ fn attention_on(gpu: &Gpu) {
                 (300, 144),
                 (8191, 1),
                 (8191, 16),
-            ] {
+            ];
+            // Wide tiles of rows want work for the whole GPU.
+            let many_heads = [(700, 136), (1, 252)];
+            let cases = if kv == 8 { &many_heads[..] } else { &few_heads };
+            for &(prefix, width) in cases {
                 let words = width.div_ceil(64);
                 let mask = ancestor_rows(&random_parents(&mut rng, width), words);
                 let keys = prefix + width;
                 let stride = (kv * group + 2 * kv) * size;
                 let (qkv, q) = upload(gpu, dtype, &random(&mut rng, width * stride));
-                let (k_buffer, k) = upload(gpu, dtype, &random(&mut rng, keys * kv * size));
-                let (v_buffer, v) = upload(gpu, dtype, &random(&mut rng, keys * kv * size));
+                // What is behind the pass's rows must not matter.
+                let rows = keys + width % 3;
+                let mut plane = || {
+                    let mut plane = random(&mut rng, keys * kv * size);
+                    plane.resize(rows * kv * size, f32::NAN);
+                    upload(gpu, dtype, &plane)
+                };
+                let ((k_buffer, k), (v_buffer, v)) = (plane(), plane());
                 let out = gpu.allocate(4 * width * kv * group * size).unwrap();
                 let prefix_buffer = gpu.upload(&[prefix as u32]).unwrap();
                 let mask_buffer = gpu.upload(&mask).unwrap();
@@ -245,8 +261,9 @@ fn attention_on(gpu: &Gpu) {
                     mask_words: words,
                     rows: width,
                 };
-                let cache = (k_buffer.pointer(), v_buffer.pointer());
-                kernels.attend(gpu, &inputs, heads, &qkv, cache, &out, &splits).unwrap();
+                let (keys_at, values_at) = (k_buffer.pointer(), v_buffer.pointer());
+                let cached = Cached { keys: keys_at, values: values_at, rows };
+                kernels.attend(gpu, &inputs, heads, &qkv, cached, &out, &splits).unwrap();
                 let found = download(gpu, dtype, &out, width * kv * group * size);
                 let what = format!("{dtype:?} {heads:?} prefix {prefix} width {width}");
                 for slot in 0..width {
@@ -478,8 +495,8 @@ fn kernel_times_of(
         };
         let attend = time(&|layer| {
             let (k, v) = &planes[layer];
-            let cache = (k.pointer(), v.pointer());
-            kernels.attend(gpu, &inputs, heads, &qkv, cache, &mixed, &splits)
+            let cached = Cached { keys: k.pointer(), values: v.pointer(), rows: 1200 };
+            kernels.attend(gpu, &inputs, heads, &qkv, cached, &mixed, &splits)
         });
         let norm = time(&|_| {
             let weight = (&weight, 1e-6);

@@ -14,7 +14,7 @@ use crate::candle::Result;
 const ROWS: [usize; 6] = [8, 24, 40, 72, 136, 256];
 
 /// Columns of a tile, and bytes of one of its rows.
-const COLUMNS: usize = 64;
+pub(super) const COLUMNS: usize = 64;
 const ROW_BYTES: usize = 2 * COLUMNS;
 
 /// Bytes of shared memory that the kernel declares, and that aligning its tiles may take.
@@ -134,28 +134,41 @@ fn stages(rows: usize, warpgroups: usize, memory: usize) -> Option<(usize, usize
         .then_some((stages, ALIGNMENT + sums.max(stages * stage)))
 }
 
-/// A matrix of which tiles of so many rows are copied, in the pattern that tensor cores read.
+/// A matrix of which tiles of so many rows are copied.
 fn matrix(
     address: CUdeviceptr,
     dtype: DType,
     [rows, columns]: [usize; 2],
     tile_rows: usize,
 ) -> Result<sys::CUtensorMap> {
+    map(address, dtype, [columns, rows], &[columns], [COLUMNS, tile_rows])
+}
+
+/// An array of elements of 16 bits of which tiles are copied, in the pattern that tensor cores read: sizes from the
+/// innermost out, and how many elements on the next entry of each but the innermost dimension is.
+pub(super) fn map<const N: usize>(
+    address: CUdeviceptr,
+    dtype: DType,
+    sizes: [usize; N],
+    strides: &[usize],
+    tile: [usize; N],
+) -> Result<sys::CUtensorMap> {
+    assert_eq!(strides.len() + 1, N, "the innermost dimension has no stride");
     let element = match dtype {
         DType::BF16 => sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
         _ => sys::CUtensorMapDataType_enum::CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
     };
-    let sizes = [columns as u64, rows as u64];
-    let strides = [(2 * columns) as u64];
-    let (tile, steps) = ([COLUMNS as u32, tile_rows as u32], [1, 1]);
+    let sizes = sizes.map(|size| size as u64);
+    let strides: Vec<u64> = strides.iter().map(|&stride| 2 * stride as u64).collect();
+    let (tile, steps) = (tile.map(|size| size as u32), [1; N]);
     // SAFETY: a map of zeroes is a value of its type, of plain integers, to be overwritten.
     let mut map: sys::CUtensorMap = unsafe { std::mem::zeroed() };
-    // SAFETY: two dimensions, so that two sizes, tile sizes and steps are read, and one stride.
+    // SAFETY: N dimensions, so that N sizes, tile sizes and steps are read, and a stride fewer.
     unsafe {
         sys::cuTensorMapEncodeTiled(
             &raw mut map,
             element,
-            2,
+            N as u32,
             address as *mut std::ffi::c_void,
             sizes.as_ptr(),
             strides.as_ptr(),

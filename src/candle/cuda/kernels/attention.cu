@@ -27,17 +27,6 @@ __device__ __forceinline__ void wait_copies(int pending) {
     }
 }
 
-template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void *p) {
-    if (TRANSPOSED)
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                     : "r"(shared_address(p)));
-    else
-        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
-                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-                     : "r"(shared_address(p)));
-}
-
 // c += a b for a 16x16 `a` and a 16x8 `b`.
 __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1, bf16) {
     asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
@@ -132,6 +121,16 @@ __device__ __forceinline__ void merge_parts(int parts, XAt x_at, NormAt norm_at,
 }
 
 #if __CUDA_ARCH__ >= 900
+// All threads of a cluster arrive, and then wait for each other. If RELEASE, what they wrote to shared memory before is
+// visible after.
+template <bool RELEASE> __device__ __forceinline__ void cluster_arrive() {
+    if (RELEASE)
+        asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
+    else
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
+
 // Where `p`, in this block's shared memory, is in that of block `rank` of the cluster.
 template <typename P> __device__ __forceinline__ const P *in_block(const P *p, int rank) {
     uint64_t at;
@@ -270,7 +269,7 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
             float keep[2];
             if (weights.raise(s, keep))
                 scale_rows(o, keep);
-            weights.weigh(s);
+            weights.weigh<UNIT / 8>(s);
 #pragma unroll
             for (int n = 0; n < UNIT / 16; ++n) {
                 unsigned p[4] = {pair(s[2 * n][0], s[2 * n][1], T()), pair(s[2 * n][2], s[2 * n][3], T()),

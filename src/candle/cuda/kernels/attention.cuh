@@ -1,4 +1,4 @@
-// What the attention kernels for bf16 and f16 share: conversions, masks, weights, and what clusters do.
+// What the attention kernels for bf16 and f16 share: copies, masks, conversions and weights.
 #pragma once
 
 #include "common.cuh"
@@ -9,11 +9,20 @@ constexpr int UNIT = 32;
 // How far the exponent of a weight may exceed that of the greatest when sums were last scaled: f16 holds 2^SLACK.
 constexpr float SLACK = 8.0f;
 
-__device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
-
 // Copies 16 bytes to shared memory in the background, or zeroes them.
 __device__ __forceinline__ void copy_async(unsigned to, const void *from, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+}
+
+template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void *p) {
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(shared_address(p)));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(shared_address(p)));
 }
 
 __device__ __forceinline__ unsigned pair(float a, float b, bf16) {
@@ -71,8 +80,8 @@ __device__ __forceinline__ void hide(float (*s)[4], const uint32_t (&seen)[2]) {
 
 __device__ __forceinline__ float finite(float top) { return top == NEG_INF ? 0.0f : top; }
 
-// What sums of rows g and g + 8 are weighted by: 2^(scale * (score - top)). `top` is the greatest score when they were last
-// scaled, `sum` this lane's part of the weights' sum.
+// What sums of rows g and g + 8 are weighted by: 2^(scale * (score - top)). `top` is the greatest score when they were
+// last scaled, `sum` this lane's part of the weights' sum.
 struct Weights {
     float scale, top[2] = {NEG_INF, NEG_INF}, sum[2] = {0.0f, 0.0f};
 
@@ -90,18 +99,19 @@ struct Weights {
             now[i] = quad_max(now[i]);
             grown |= now[i] * scale > top[i] * scale + SLACK;
         }
-        grown = __any_sync(FULL_WARP, grown);
+        if (!__any_sync(FULL_WARP, grown))
+            return false;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            keep[i] = grown ? power_of_two((top[i] - finite(now[i])) * scale) : 1.0f;
-            top[i] = grown ? now[i] : top[i];
+            keep[i] = power_of_two((top[i] - finite(now[i])) * scale);
+            top[i] = now[i];
             sum[i] *= keep[i];
         }
-        return grown;
+        return true;
     }
 
     // Turns scores into weights.
-    template <int N> __device__ __forceinline__ void weigh(float (&s)[N][4]) {
+    template <int N> __device__ __forceinline__ void weigh(float (*s)[4]) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             float shift = finite(top[i]) * scale;
@@ -169,15 +179,3 @@ __device__ __forceinline__ void add_sums(const float4 *sums, const float2 *norms
 
 // x / y for small x, by the inverse of y.
 __device__ __forceinline__ int divided(int x, float inverse) { return (int)((x + 0.5f) * inverse); }
-
-#if __CUDA_ARCH__ >= 900
-// All threads of a cluster arrive, and then wait for each other. If RELEASE, what they wrote to shared memory before is
-// visible after.
-template <bool RELEASE> __device__ __forceinline__ void cluster_arrive() {
-    if (RELEASE)
-        asm volatile("barrier.cluster.arrive.release.aligned;\n" ::: "memory");
-    else
-        asm volatile("barrier.cluster.arrive.relaxed.aligned;\n" ::: "memory");
-}
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;\n" ::: "memory"); }
-#endif

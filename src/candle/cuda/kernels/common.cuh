@@ -73,6 +73,8 @@ template <typename T> __device__ __forceinline__ T silu_mul(T gate, T up) {
     return from_f32<T>(x / (1.0f + __expf(-x)) * to_f32(up));
 }
 
+__device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
+
 __device__ __forceinline__ float warp_sum(float x) {
     for (int offset = 16; offset > 0; offset /= 2)
         x += __shfl_xor_sync(FULL_WARP, x, offset);

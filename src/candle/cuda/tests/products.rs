@@ -141,7 +141,7 @@ fn what_is_planned_stays_right() {
 #[ignore = "measures"]
 fn product_times() {
     let Some(new) = gpu() else { return };
-    let old = Gpu::open(0, false).unwrap();
+    let old = Gpu::open(0, Some((8, 0))).unwrap();
     let (hidden, intermediate) = (4096, 12_288);
     for (name, inputs, outputs, gated, add) in [
         ("qkv", hidden, 6144, false, false),

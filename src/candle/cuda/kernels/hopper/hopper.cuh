@@ -6,8 +6,6 @@
 
 #include <cuda.h>
 
-__device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
-
 // ---- barriers ----
 
 __device__ __forceinline__ void barrier_init(uint64_t *barrier, unsigned arrivals) {
@@ -60,6 +58,26 @@ __device__ __forceinline__ float4 load_remote(const float *p, unsigned rank) {
     return x;
 }
 
+// Stores to the same place of block `rank` of the cluster. The bytes count at that block's barrier.
+__device__ __forceinline__ void send(uint4 *p, uint64_t *barrier, unsigned rank, uint4 x) {
+    asm volatile("{\n.reg .b32 remote, counted;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %2;\n"
+                 "mapa.shared::cluster.u32 counted, %1, %2;\n"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [remote], {%3, %4, %5, %6}, [counted];\n"
+                 "}" ::"r"(shared_address(p)),
+                 "r"(shared_address(barrier)), "r"(rank), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                 : "memory");
+}
+__device__ __forceinline__ void send(float2 *p, uint64_t *barrier, unsigned rank, float2 x) {
+    asm volatile("{\n.reg .b32 remote, counted;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %2;\n"
+                 "mapa.shared::cluster.u32 counted, %1, %2;\n"
+                 "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, [counted];\n}" ::"r"(
+                     shared_address(p)),
+                 "r"(shared_address(barrier)), "r"(rank), "f"(x.x), "f"(x.y)
+                 : "memory");
+}
+
 // ---- tiles ----
 
 // How long the L2 cache should keep what a copy reads.
@@ -75,13 +93,23 @@ __device__ __forceinline__ void copy_tile(void *to, const CUtensorMap *matrix, u
                  : "memory");
 }
 
+// The same of a tile of several planes.
+__device__ __forceinline__ void copy_planes(void *to, const CUtensorMap *matrix, uint64_t *barrier, int column,
+                                            int row, int plane) {
+    asm volatile("cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], "
+                 "[%1, {%3, %4, %5}], [%2];" ::"r"(shared_address(to)),
+                 "l"(matrix), "r"(shared_address(barrier)), "r"(column), "r"(row), "r"(plane)
+                 : "memory");
+}
+
 // ---- products ----
 
 // A tile of rows of 128 bytes as the copy engine leaves it with a swizzle of 128 bytes; it starts at a multiple of 1,024
-// bytes. Adding `n / 16` to it skips `n` bytes of each row.
-__device__ __forceinline__ uint64_t tile_descriptor(const void *tile) {
-    constexpr uint64_t SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = (1024ull >> 4) << 32, UNUSED = 1ull << 16;
-    return SWIZZLE_128 | EIGHT_ROWS | UNUSED | (shared_address(tile) & 0x3ffff) >> 4;
+// bytes. Adding `n / 16` to it skips `n` bytes of each row. For an operand that is transposed, adding `8 n` skips `n`
+// rows, and columns go on `next` bytes later, in another tile.
+__device__ __forceinline__ uint64_t tile_descriptor(const void *tile, unsigned next = 16) {
+    constexpr uint64_t SWIZZLE_128 = 1ull << 62, EIGHT_ROWS = (1024ull >> 4) << 32;
+    return SWIZZLE_128 | EIGHT_ROWS | (uint64_t)(next >> 4) << 16 | (shared_address(tile) & 0x3ffff) >> 4;
 }
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }

@@ -1,0 +1,169 @@
+//! Attention by warpgroups, for GPUs of compute capability 9.0 (`kernels/hopper/attention.cu`).
+
+use candle_core::DType;
+use cudarc::driver::CudaFunction;
+use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+
+use super::device::{Buffer, Clusters, Gpu};
+use super::kernels::{Cached, Heads, Inputs, MAX_SLOTS, parameters};
+use super::tiles::{COLUMNS, map};
+use crate::candle::Result;
+
+/// Query rows of a warpgroup.
+const ROWS: usize = 64;
+
+/// Keys, and values, of a tile.
+const KEYS: usize = 64;
+
+const MAX_WARPGROUPS: usize = 3;
+const MAX_SPLITS: usize = 8;
+
+/// Tiles of keys and of values in shared memory: more gain nothing.
+const MIN_STAGES: usize = 2;
+const MAX_STAGES: usize = 3;
+
+#[derive(Debug)]
+pub(super) struct WarpgroupAttention {
+    function: CudaFunction,
+    dtype: DType,
+    shapes: Vec<Shape>,
+}
+
+/// A block that there is room for.
+#[derive(Debug)]
+struct Shape {
+    warpgroups: usize,
+    stages: usize,
+    /// Blocks that share a multiprocessor.
+    sharing: usize,
+    /// How many clusters of 1, 2, ... such blocks can run at once.
+    at_once: Vec<usize>,
+}
+
+/// How a pass is split.
+#[derive(Clone, Copy, Debug)]
+struct Split {
+    warpgroups: usize,
+    stages: usize,
+    tiles: usize,
+    splits: usize,
+}
+
+impl WarpgroupAttention {
+    /// `None` where the GPU, the type or the size of heads is not the kernel's.
+    pub(super) fn new(gpu: &Gpu, dtype: DType, head_dim: usize) -> Result<Option<Self>> {
+        let Some(modules) = &gpu.modules().hopper else { return Ok(None) };
+        if !matches!(dtype, DType::BF16 | DType::F16) || !matches!(head_dim, 64 | 128) {
+            return Ok(None);
+        }
+        let name = format!("attend_{head_dim}_{}", dtype.as_str());
+        let function = modules.attention.load_function(&name)?;
+        let (block_memory, memory) = gpu.shared_memory()?;
+        function
+            .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, block_memory as i32)?;
+        let mut shapes = Vec::new();
+        for (sharing, memory) in [(1, block_memory), (2, memory / 2 - 1024)] {
+            for warpgroups in 1..=MAX_WARPGROUPS {
+                let bytes = |stages, splits| {
+                    shared_bytes(head_dim, warpgroups, stages, splits, MAX_SLOTS.div_ceil(64))
+                };
+                let fits = |&stages: &usize| {
+                    (1..=MAX_SPLITS).all(|splits| bytes(stages, splits) <= memory)
+                };
+                let Some(stages) = (MIN_STAGES..=MAX_STAGES).rev().find(fits) else { continue };
+                let at_once = |splits| {
+                    let shared_bytes = bytes(stages, splits);
+                    let clusters = Clusters { blocks: (splits as u32, 1), shared_bytes };
+                    gpu.clusters_at_once(&function, threads(warpgroups), clusters)
+                };
+                let at_once = (1..=MAX_SPLITS).map(at_once).collect::<Result<_>>()?;
+                shapes.push(Shape { warpgroups, stages, sharing, at_once });
+            }
+        }
+        Ok(Some(Self { function, dtype, shapes }))
+    }
+
+    /// The least time, by rough measure, for a prefix of about a thousand keys. A tile of keys takes longer the more
+    /// warpgroups of a multiprocessor work on theirs, and so does what comes before and after.
+    fn split(&self, heads: Heads, width: usize) -> Split {
+        let rows = width * heads.query / heads.kv;
+        let key_tiles = (1024 + width).div_ceil(KEYS);
+        let ways = self.shapes.iter().flat_map(|shape| {
+            let Shape { warpgroups, stages, sharing, ref at_once } = *shape;
+            let tiles = rows.div_ceil(ROWS * warpgroups);
+            at_once.iter().zip(1..).filter(|(at_once, _)| **at_once > 0).map(
+                move |(at_once, splits)| {
+                    let waves = (tiles * heads.kv).div_ceil(*at_once);
+                    let at_work = warpgroups * sharing;
+                    let work = waves * (key_tiles.div_ceil(splits) * (3 + at_work) + 3 * at_work);
+                    (work, Split { warpgroups, stages, tiles, splits })
+                },
+            )
+        });
+        let best = ways.min_by_key(|(work, way)| (*work, way.warpgroups, way.splits));
+        best.expect("there is memory for a warpgroup").1
+    }
+
+    /// As [`Kernels::attend`](super::kernels::Kernels::attend).
+    pub(super) fn run(
+        &self,
+        gpu: &Gpu,
+        inputs: &Inputs,
+        heads: Heads,
+        qkv: &Buffer,
+        cached: Cached,
+        out: &Buffer,
+    ) -> Result<()> {
+        let Split { warpgroups, stages, tiles, splits } = self.split(heads, inputs.rows);
+        let row = heads.kv_size();
+        // A tile has all planes of 64 columns that a head has.
+        let planes = |address| {
+            let sizes = [COLUMNS, cached.rows, row / COLUMNS];
+            let tile = [COLUMNS, KEYS, heads.size / COLUMNS];
+            map(address, self.dtype, sizes, &[row, COLUMNS], tile)
+        };
+        let (keys, values) = (planes(cached.keys)?, planes(cached.values)?);
+        let (q, out) = (qkv.pointer(), out.pointer());
+        let q_stride = (heads.q_size() + 2 * heads.kv_size()) as i32;
+        let (prefix, mask, mask_words) = (inputs.prefix, inputs.mask, inputs.mask_words as i32);
+        let (width, group) = (inputs.rows as i32, (heads.query / heads.kv) as i32);
+        let scale = (heads.size as f32).powf(-0.5);
+        let clusters = Clusters {
+            blocks: (splits as u32, 1),
+            shared_bytes: shared_bytes(heads.size, warpgroups, stages, splits, inputs.mask_words),
+        };
+        let stages = stages as i32;
+        // SAFETY: the types are the kernel's; the caller sized the buffers for the pass.
+        unsafe {
+            gpu.launch_clusters(
+                &self.function,
+                (splits as u32, tiles as u32, heads.kv as u32),
+                (threads(warpgroups), 1),
+                clusters,
+                parameters!(
+                    keys, values, q, q_stride, out, prefix, mask, mask_words, width, group, scale,
+                    stages
+                ),
+            )
+        }
+    }
+}
+
+fn threads(warpgroups: usize) -> u32 {
+    128 * warpgroups as u32
+}
+
+/// Bytes of shared memory: tiles; queries, or in their place what splits send; how their weights relate; masks;
+/// barriers.
+fn shared_bytes(
+    head_dim: usize,
+    warpgroups: usize,
+    stages: usize,
+    splits: usize,
+    mask_words: usize,
+) -> usize {
+    let rows = warpgroups * ROWS;
+    let sent = (rows / 16).div_ceil(splits) * splits * 16;
+    2 * head_dim * (2 * stages * KEYS + rows.max(sent))
+        + 8 * (splits * rows + (rows + 1) * mask_words + 3 * stages + 2)
+}

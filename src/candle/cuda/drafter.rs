@@ -162,11 +162,14 @@ impl CudaDFlash {
     }
 
     /// Finds out how the products of a proposal are best done.
-    fn plan(&self, width: usize) -> Result<()> {
-        self.stack.plan(width)?;
+    fn plan(&self, width: usize, coupled: bool) -> Result<()> {
+        let mut shapes = self.stack.plan(width)?;
         let (x, shape) = (self.stack.output(), self.shared.head(width, self.stack.dtype()));
         let place = Place { gates: None, before: &|| self.stack.last_norm(width) };
-        self.stack.gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape, place)
+        let gpu = &self.stack.gpu;
+        gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape, place)?;
+        shapes.push(shape);
+        gpu.settle(&shapes, &|| self.draft_pass(width, coupled))
     }
 
     /// Asks for everything that an observation of `width` rows does on the GPU, once their taps are there.
@@ -294,7 +297,7 @@ impl Drafter<CudaTaps> for CudaDFlash {
             self.couple.set(&key);
         }
         if !self.drafts.contains_key(&coupled) {
-            self.plan(width)?;
+            self.plan(width, coupled)?;
             self.draft_pass(width, coupled)?;
             gpu.synchronize()?;
             let graph = gpu.capture(|| self.draft_pass(width, coupled))?;

@@ -21,6 +21,10 @@ const CANDIDATES: usize = 16;
 const TIMED_WEIGHTS: usize = 8;
 const TIMED_RUNS: usize = 3;
 
+/// Ways of ours that are kept for the choice in a whole pass, and how much of the pass's time a way may leave to be taken.
+const KEPT_TILES: usize = 2;
+const FASTER: f64 = 0.997;
+
 /// `CUBLAS_OP_T`.
 const TRANSPOSED: i32 = 1;
 
@@ -99,9 +103,9 @@ impl Gpu {
         plan.run(self, products.handle, (x, w, y), gates, 0)
     }
 
-    /// Finds the fastest way to do the products of a shape, unless they have been done before: from then on they are
-    /// done that way, so that results of one `Gpu` can be repeated. What is at `y` is lost. `weights` are those of the
-    /// shape that a pass goes through: each is found in the L2 cache as far as it will be in a pass.
+    /// Finds fast ways to do the products of a shape, unless they have been done before. What is at `y` is lost.
+    /// `weights` are those of the shape that a pass goes through: each is found in the L2 cache as far as it will be in a
+    /// pass.
     ///
     /// In f32 the library's first choice stays.
     pub(super) fn plan_product(
@@ -119,31 +123,88 @@ impl Gpu {
         self.bind()?;
         let weights = &weights[..weights.len().min(TIMED_WEIGHTS)];
         let mut plan = Plan::new(products.handle, shape)?;
+        let library = plan.ways.len();
         plan.ways.extend(Tiles::ways(self, &shape)?.into_iter().map(Way::Tiles));
-        let run = |candidate| {
-            weights.iter().try_for_each(|&w| {
-                (place.before)()?;
-                plan.run(self, products.handle, (x, w, y), place.gates, candidate)
-            })
-        };
-        let (mut best, mut best_time) = (0, f64::INFINITY);
+        let mut timed = Vec::with_capacity(plan.ways.len());
         for candidate in 0..plan.ways.len() {
-            // Loads the kernel, which cannot be captured. Some ways turn out not to work.
-            if run(candidate).is_err() {
-                continue;
-            }
-            self.synchronize()?;
-            let graph = self.capture(|| run(candidate))?;
-            for _ in 0..TIMED_RUNS {
-                let time = self.time(|| graph.launch())?;
-                if time < best_time {
-                    (best, best_time) = (candidate, time);
-                }
+            let work = || {
+                weights.iter().try_for_each(|&w| {
+                    (place.before)()?;
+                    plan.run(self, products.handle, (x, w, y), place.gates, candidate)
+                })
+            };
+            // Some ways turn out not to work.
+            if let Ok(time) = self.time_captured(&work) {
+                timed.push((time, candidate));
             }
         }
-        plan.ways.swap(0, best);
+        timed.sort_by(|a, b| a.0.total_cmp(&b.0));
+        let ours = timed.iter().filter(|(_, at)| *at >= library).take(KEPT_TILES);
+        let librarys = timed.iter().filter(|(_, at)| *at < library).take(1);
+        let kept: Vec<usize> = ours.chain(librarys).map(|&(_, at)| at).collect();
+        let mut ways: Vec<_> = std::mem::take(&mut plan.ways).into_iter().map(Some).collect();
+        plan.ways = kept.iter().filter_map(|&at| ways[at].take()).collect();
+        plan.settled = plan.ways.len() < 2;
         products.plans.borrow_mut().insert(shape, plan);
         Ok(())
+    }
+
+    /// Chooses among the ways that were planned for `shapes` by what the whole pass takes, unless that has been done
+    /// before: from then on products are done that way, so that results of one `Gpu` can be repeated. `pass` asks for
+    /// a pass, any number of times.
+    ///
+    /// A way that is fast by itself need not be so here: ours begin before the kernel ahead of them is done, and room
+    /// for that depends on the kernel.
+    pub(super) fn settle(&self, shapes: &[Product], pass: &dyn Fn() -> Result<()>) -> Result<()> {
+        let plans = &self.products().plans;
+        let unsettled = |shape: &&Product| plans.borrow().get(*shape).is_some_and(|p| !p.settled);
+        let shapes: Vec<_> = shapes.iter().filter(unsettled).collect();
+        if shapes.is_empty() {
+            return Ok(());
+        }
+        let swap = |shape: &Product, candidate| {
+            if let Some(plan) = plans.borrow_mut().get_mut(shape) {
+                plan.ways.swap(0, candidate);
+            }
+        };
+        let mut best = self.time_captured(pass)?;
+        for shape in shapes {
+            let candidates = plans.borrow()[shape].ways.len();
+            for candidate in 1..candidates {
+                swap(shape, candidate);
+                let time = self.time_captured(pass)?;
+                eprintln!(
+                    "TMP {}x{}x{} way {} of {}: {time:.3} best {best:.3}",
+                    shape.rows,
+                    shape.inputs,
+                    shape.outputs,
+                    match &plans.borrow()[shape].ways[0] {
+                        Way::Library(_) => "library".to_string(),
+                        Way::Tiles(t) => format!("{t}"),
+                    },
+                    candidates
+                );
+                if time < best * FASTER {
+                    best = time;
+                } else {
+                    swap(shape, candidate);
+                }
+            }
+            if let Some(plan) = plans.borrow_mut().get_mut(shape) {
+                plan.settled = true;
+            }
+        }
+        Ok(())
+    }
+
+    /// Milliseconds of work that is captured and replayed; the least of a few times.
+    fn time_captured(&self, work: &dyn Fn() -> Result<()>) -> Result<f64> {
+        // Loads the kernels, which cannot be captured.
+        work()?;
+        self.synchronize()?;
+        let graph = self.capture(work)?;
+        (0..TIMED_RUNS)
+            .try_fold(f64::INFINITY, |least, _| Ok(least.min(self.time(|| graph.launch())?)))
     }
 }
 
@@ -152,6 +213,8 @@ struct Plan {
     shape: Product,
     /// The first is used.
     ways: Vec<Way>,
+    /// Whether that is final.
+    settled: bool,
     description: Description,
     w: Layout,
     x: Layout,
@@ -221,7 +284,7 @@ impl Plan {
         }
         let way = |found: sys::cublasLtMatmulHeuristicResult_t| Way::Library(found.algo);
         let ways = found.into_iter().map(way).collect();
-        Ok(Self { shape, ways, description, w, x, y })
+        Ok(Self { shape, ways, settled: false, description, w, x, y })
     }
 
     fn run(

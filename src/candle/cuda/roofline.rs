@@ -43,8 +43,9 @@ impl Roofline {
 }
 
 impl CudaTarget {
-    /// Milliseconds that the matrix products of a pass of `slots` rows, filled up as passes are, take, replayed as one graph without anything
-    /// between them; the median of `repeats`.
+    /// Milliseconds that the matrix products of a pass of `slots` rows, filled up as passes are, take, replayed as one graph
+    /// without anything between them; the median of `repeats`. They are done as in passes of that width, if there have
+    /// been any.
     ///
     /// # Errors
     /// More slots than a pass can have, or an error from CUDA.
@@ -57,7 +58,7 @@ impl CudaTarget {
         }
         let width = padded(slots);
         let gpu = self.roofline_parts().0;
-        self.plan(width)?;
+        self.plan(width, &|| self.products(width))?;
         self.products(width)?;
         gpu.synchronize()?;
         let graph = gpu.capture(|| self.products(width))?;

@@ -238,9 +238,10 @@ impl Stack {
         Ok(())
     }
 
-    /// Finds out how the products of a pass of `rows` rows are best done.
-    pub(super) fn plan(&self, rows: usize) -> Result<()> {
-        let Some(layer) = self.layers.first() else { return Ok(()) };
+    /// Finds out how the products of a pass of `rows` rows may be done. Their shapes, for `settle`.
+    pub(super) fn plan(&self, rows: usize) -> Result<Vec<Product>> {
+        let mut shapes = Vec::new();
+        let Some(layer) = self.layers.first() else { return Ok(shapes) };
         let each =
             |weight: fn(&Layer) -> &Buffer| self.layers.iter().map(weight).collect::<Vec<_>>();
         for (weight, weights) in [
@@ -252,8 +253,9 @@ impl Stack {
             let (x, _, y, shape) = self.operands(rows, weight);
             let place = Place { gates: Some(self.gates()), before: &|| self.last_norm(rows) };
             self.gpu.plan_product(x, &weights, y, shape, place)?;
+            shapes.push(shape);
         }
-        Ok(())
+        Ok(shapes)
     }
 
     fn product(&self, rows: usize, weight: Weight<'_>) -> Result<()> {

@@ -304,12 +304,15 @@ impl CudaTarget {
         self.stack.gpu.product(x, &self.shared.lm_head, &self.logits, shape, None)
     }
 
-    /// Finds out how the products of a pass are best done.
-    pub(super) fn plan(&self, width: usize) -> Result<()> {
-        self.stack.plan(width)?;
+    /// Finds out how the products of a pass are best done, `pass` being one.
+    pub(super) fn plan(&self, width: usize, pass: &dyn Fn() -> Result<()>) -> Result<()> {
+        let mut shapes = self.stack.plan(width)?;
         let (x, shape) = (self.stack.output(), self.shared.head(width, self.stack.dtype()));
         let place = Place { gates: None, before: &|| self.stack.last_norm(width) };
-        self.stack.gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape, place)
+        let gpu = &self.stack.gpu;
+        gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape, place)?;
+        shapes.push(shape);
+        gpu.settle(&shapes, pass)
     }
 
     /// Runs what `self.input` holds and waits for it; `noise` is what picks are drawn with, if they are.
@@ -320,7 +323,7 @@ impl CudaTarget {
         }
         let (key, drawn) = ((width, noise.is_some()), noise.is_some());
         if !self.graphs.contains_key(&key) {
-            self.plan(width)?;
+            self.plan(width, &|| self.pass(width, drawn))?;
             // Loads kernels, which cannot be captured.
             self.pass(width, drawn)?;
             gpu.synchronize()?;

@@ -23,7 +23,7 @@ const ALIGNMENT: usize = 1024;
 
 const MAX_STAGES: usize = 16;
 const MIN_STAGES: usize = 3;
-const MAX_SPLITS: usize = 8;
+const MAX_SPLITS: usize = 6;
 
 /// Of the splits that can run at once, how many are worth trying: those with the most blocks.
 const TRIED_SPLITS: usize = 3;
@@ -43,7 +43,7 @@ pub(super) struct Tiles {
 }
 
 impl Tiles {
-    /// Ways to do the products of a shape; none where the kernel does not do them.
+    /// Ways to do the products of a shape, those of small clusters first; none where the kernel does not do them.
     pub(super) fn ways(gpu: &Gpu, shape: &Product) -> Result<Vec<Self>> {
         let mut ways = Vec::new();
         let Some(modules) = &gpu.modules().hopper else { return Ok(ways) };
@@ -60,26 +60,25 @@ impl Tiles {
             let name = format!("product_{rows}_{warpgroups}_{}", shape.dtype.as_str());
             let function = module.load_function(&name)?;
             let memory = gpu.shared_memory()?.0 - STATIC_BYTES;
+            let Some((stages, shared_bytes)) = stages(rows, warpgroups, memory) else { continue };
             function.set_attribute(
                 sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                memory as i32,
+                shared_bytes as i32,
             )?;
             let tiles = shape.outputs.div_ceil(64 * warpgroups);
-            let mut tried = 0;
-            for splits in (1..=MAX_SPLITS.min(shape.inputs.div_ceil(COLUMNS))).rev() {
-                let others = others_bytes(shape.rows, warpgroups, splits);
-                let Some((stages, shared_bytes)) = stages(rows, warpgroups, memory, others) else {
-                    continue;
-                };
+            let mut fitting = Vec::new();
+            for splits in 1..=MAX_SPLITS.min(shape.inputs.div_ceil(COLUMNS)) {
                 let clusters = clusters(splits, shared_bytes);
                 let at_once = || gpu.clusters_at_once(&function, threads(warpgroups), clusters);
-                if tried < TRIED_SPLITS && (splits == 1 || tiles <= at_once()?) {
-                    tried += 1;
+                if splits == 1 || tiles <= at_once()? {
                     let function = function.clone();
-                    ways.push(Self { function, rows, warpgroups, splits, stages, shared_bytes });
+                    fitting.push(Self { function, rows, warpgroups, splits, stages, shared_bytes });
                 }
             }
+            let skipped = fitting.len().saturating_sub(TRIED_SPLITS);
+            ways.extend(fitting.drain(skipped..));
         }
+        ways.sort_by_key(|way| way.splits);
         Ok(ways)
     }
 
@@ -109,7 +108,6 @@ impl Tiles {
     }
 }
 
-#[cfg(test)]
 impl std::fmt::Display for Tiles {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}x{}", self.warpgroups, self.splits)
@@ -125,24 +123,15 @@ fn clusters(splits: usize, shared_bytes: usize) -> Clusters {
     Clusters { blocks: (1, splits as u32), shared_bytes }
 }
 
-/// Bytes of a row of sums.
-fn sums_bytes(warpgroups: usize) -> usize {
-    4 * (64 * warpgroups + 4)
-}
-
-/// Bytes that other blocks send to one.
-fn others_bytes(rows: usize, warpgroups: usize, splits: usize) -> usize {
-    (splits - 1) * rows.div_ceil(splits) * sums_bytes(warpgroups)
-}
-
-/// How many stages there is room for beside what others send, and the memory that a block then needs.
-fn stages(rows: usize, warpgroups: usize, memory: usize, others: usize) -> Option<(usize, usize)> {
-    let memory = memory.checked_sub(ALIGNMENT + others)?;
-    let stage = (64 * warpgroups + rows) * ROW_BYTES;
+/// How many stages there is room for, and the memory that a block then needs.
+fn stages(rows: usize, warpgroups: usize, memory: usize) -> Option<(usize, usize)> {
+    let memory = memory - ALIGNMENT;
+    let outputs = 64 * warpgroups;
+    let stage = (outputs + rows) * ROW_BYTES;
     let stages = (memory / stage).min(MAX_STAGES);
-    let sums = rows * sums_bytes(warpgroups);
-    let bytes = ALIGNMENT + others + sums.max(stages * stage);
-    (stages >= MIN_STAGES && sums <= memory).then_some((stages, bytes))
+    let sums = 4 * rows * (outputs + 4);
+    (stages >= MIN_STAGES && sums <= memory)
+        .then_some((stages, ALIGNMENT + sums.max(stages * stage)))
 }
 
 /// A matrix of which tiles of so many rows are copied.

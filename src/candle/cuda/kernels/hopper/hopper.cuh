@@ -37,22 +37,25 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, unsigned parity)
 
 // ---- clusters ----
 
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-// Waits until all threads of the cluster have arrived.
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+// Waits for all threads of the cluster.
+__device__ __forceinline__ void cluster_join() {
+    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
 
-// Lets the copy engine and the tensor cores see what this thread wrote to shared memory.
-__device__ __forceinline__ void async_may_read() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Waits for all threads of the cluster; what they wrote before is seen after.
+__device__ __forceinline__ void cluster_barrier() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
-// Copies within shared memory, to `to` as block `rank` of the cluster has it. The bytes count at its `barrier`.
-__device__ __forceinline__ void send(void *to, const void *from, unsigned bytes, uint64_t *barrier, unsigned rank) {
-    asm volatile("{\n.reg .b32 to, barrier;\n"
-                 "mapa.shared::cluster.u32 to, %0, %4;\n"
-                 "mapa.shared::cluster.u32 barrier, %3, %4;\n"
-                 "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%1], %2, [barrier];\n}" ::"r"(
-                     shared_address(to)),
-                 "r"(shared_address(from)), "r"(bytes), "r"(shared_address(barrier)), "r"(rank)
-                 : "memory");
+// Four floats in the same place of block `rank` of the cluster.
+__device__ __forceinline__ float4 load_remote(const float *p, unsigned rank) {
+    float4 x;
+    asm volatile("{\n.reg .b32 remote;\n"
+                 "mapa.shared::cluster.u32 remote, %4, %5;\n"
+                 "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
+                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+                 : "r"(shared_address(p)), "r"(rank));
+    return x;
 }
 
 // Stores to the same place of block `rank` of the cluster. The bytes count at that block's barrier.

@@ -3,7 +3,7 @@
 //
 // A block has 64 * WARPGROUPS outputs and all rows, as a tile of y^T: a warpgroup multiplies 64 rows of `w` with N rows of
 // `x`, those beyond `rows` being zero. One more warp asks for the tiles. Parts of the inputs are shared out over the blocks
-// of a cluster. Each sends its sums to the block that adds up their rows, which does so in order.
+// of a cluster, each of which adds up the sums of some rows, in order.
 //
 // The weight's first tiles are asked for before the kernels ahead are done.
 #pragma once
@@ -63,16 +63,36 @@ template <typename T> __device__ __forceinline__ float gated(float gate, float u
     return to_f32(silu_mul(from_f32<T>(gate), from_f32<T>(up)));
 }
 
+// Blocks of a cluster at most.
+constexpr int MAX_SPLITS = 6;
+
+// Adds up what the blocks of the cluster have in some places. All is on its way before the first is needed.
+template <int COUNT>
+__device__ __forceinline__ void add_up(float4 (&sums)[COUNT], const float *(&at)[COUNT], int splits) {
+    float4 parts[MAX_SPLITS][COUNT];
+#pragma unroll
+    for (int split = 0; split < MAX_SPLITS; ++split)
+        if (split < splits)
+#pragma unroll
+            for (int n = 0; n < COUNT; ++n)
+                parts[split][n] = splits == 1 ? load4(at[n]) : load_remote(at[n], split);
+#pragma unroll
+    for (int split = 0; split < MAX_SPLITS; ++split)
+        if (split < splits)
+#pragma unroll
+            for (int n = 0; n < COUNT; ++n)
+                sums[n] = split == 0 ? parts[0][n] : sums[n] + parts[split][n];
+}
+
 // Grid (tiles of outputs; splits of the inputs), in clusters of all splits of a tile.
-// Shared memory: 1,024 bytes; `stages` tiles of `w` and `x` or, if that is more, sums, [N, 64 * WARPGROUPS + 4] floats; and
-// what other blocks send, [splits - 1, rows / splits rounded up, 64 * WARPGROUPS + 4] floats.
+// Shared memory: 1,024 bytes, and `stages` tiles of `w` and `x` or, if that is more, [N, 64 * WARPGROUPS + 4] floats.
 template <typename T, int N, int WARPGROUPS>
 __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int rows, int inputs, int outputs,
                         int stages, int output) {
     constexpr int OUTPUTS = 64 * WARPGROUPS, STRIDE = OUTPUTS + 4, MAX_STAGES = 16;
     constexpr int W_BYTES = OUTPUTS * COLUMNS * sizeof(T), X_BYTES = N * COLUMNS * sizeof(T);
     extern __shared__ uint8_t memory[];
-    __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES], received;
+    __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
     uint8_t *tiles = memory + (1024 - shared_address(memory) % 1024) % 1024;
     auto w_tile = [&](int stage) { return tiles + stage * (W_BYTES + X_BYTES); };
     auto x_tile = [&](int stage) { return w_tile(stage) + W_BYTES; };
@@ -81,23 +101,16 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     int splits = gridDim.y, split = blockIdx.y, first_output = blockIdx.x * OUTPUTS;
     int all = (inputs + COLUMNS - 1) / COLUMNS;
     int begin = all * split / splits, count = all * (split + 1) / splits - begin;
-    auto first_row = [&](int split) { return rows * split / splits; };
-    int own_row = first_row(split), own_rows = first_row(split + 1) - own_row;
     float *sums = reinterpret_cast<float *>(tiles);
-    float *others = sums + max(stages * (W_BYTES + X_BYTES) / 4, N * STRIDE);
-    int others_size = (rows + splits - 1) / splits * STRIDE;
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage) {
             barrier_init(&full[stage], 1);
             barrier_init(&empty[stage], WARPGROUPS);
         }
-        barrier_init(&received, 1);
         barriers_ready();
-        barrier_expect(&received, (splits - 1) * own_rows * STRIDE * sizeof(float));
     }
     __syncthreads();
-    cluster_arrive();
 
     if (warp == 4 * WARPGROUPS) {
         if (lane == 0) {
@@ -156,72 +169,61 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
 #pragma unroll
             for (int c = 0; c < 4; ++c)
                 sums[(8 * n + lane % 4 * 2 + c % 2) * STRIDE + row + c / 2 * 8] = d[4 * n + c];
-        async_may_read();
     }
 
     // Not before: their blocks would take what this one needs.
     dependents_may_start();
-    __syncthreads();
-    // The others' barriers are there.
-    cluster_wait();
-    if (threadIdx.x < splits && threadIdx.x != split) {
-        int to = threadIdx.x, row = first_row(to), bytes = (first_row(to + 1) - row) * STRIDE * sizeof(float);
-        if (bytes > 0)
-            send(others + (split < to ? split : split - 1) * others_size, sums + row * STRIDE, bytes, &received, to);
-    }
-    auto add_up = [&](int row, int column) {
-        int at = row * STRIDE + column;
-        float4 sum = {};
-        for (int part = 0; part < splits; ++part) {
-            const float *from = part == split ? sums + own_row * STRIDE : others + (part - (part > split)) * others_size;
-            float4 next = load4(from + at);
-            sum = part == 0 ? next : sum + next;
-        }
-        return sum;
-    };
+    if (splits == 1)
+        __syncthreads();
+    else
+        cluster_barrier();
+    int first_row = rows * split / splits, own_rows = rows * (split + 1) / splits - first_row;
+    const float *own = sums + first_row * STRIDE;
     if (output == GATED) {
         constexpr int UNITS = OUTPUTS / 8;
-        barrier_wait(&received, 0);
         for (int i = threadIdx.x; i < own_rows * UNITS; i += blockDim.x) {
             int row = i / UNITS, unit = i % UNITS, column = unit / 2 * 16 + unit % 2 * 4;
             if (first_output + column >= outputs)
                 continue;
-            float4 gate = add_up(row, column), up = add_up(row, column + 8);
-            float4 z = make_float4(gated<T>(gate.x, up.x), gated<T>(gate.y, up.y), gated<T>(gate.z, up.z),
-                                   gated<T>(gate.w, up.w));
-            store4(static_cast<T *>(y) + ((size_t)(own_row + row) * outputs + first_output) / 2 + unit * 4, z);
+            const float *gate = own + row * STRIDE + column, *at[2] = {gate, gate + 8};
+            float4 z[2];
+            add_up(z, at, splits);
+            z[0] = make_float4(gated<T>(z[0].x, z[1].x), gated<T>(z[0].y, z[1].y), gated<T>(z[0].z, z[1].z),
+                               gated<T>(z[0].w, z[1].w));
+            store4(static_cast<T *>(y) + ((size_t)(first_row + row) * outputs + first_output) / 2 + unit * 4, z[0]);
         }
     } else {
-        constexpr int UNITS = OUTPUTS / 4, BATCH = 4;
+        // As many as leave registers to the kernels around.
+        constexpr int UNITS = OUTPUTS / 4, BATCH = WARPGROUPS == 2 ? 3 : 1;
         for (int start = threadIdx.x; start < own_rows * UNITS; start += BATCH * blockDim.x) {
-            float4 old[BATCH];
-            size_t at[BATCH];
+            const float *at[BATCH];
+            size_t to[BATCH];
             bool valid[BATCH];
+            float4 old[BATCH], sum[BATCH];
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
                 int i = start + b * blockDim.x, row = i / UNITS, column = i % UNITS * 4;
-                at[b] = (size_t)(own_row + row) * outputs + first_output + column;
                 valid[b] = row < own_rows && first_output + column < outputs;
+                at[b] = valid[b] ? own + row * STRIDE + column : own;
+                to[b] = (size_t)(first_row + row) * outputs + first_output + column;
                 if (valid[b] && output == ADDED_TO_F32)
-                    old[b] = load4(static_cast<float *>(y) + at[b]);
+                    old[b] = load4(static_cast<float *>(y) + to[b]);
             }
-            barrier_wait(&received, 0);
+            add_up(sum, at, splits);
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
                 if (!valid[b])
                     continue;
-                int i = start + b * blockDim.x;
-                float4 sum = add_up(i / UNITS, i % UNITS * 4);
                 if (output == AS_ELEMENTS)
-                    store4(static_cast<T *>(y) + at[b], sum);
+                    store4(static_cast<T *>(y) + to[b], sum[b]);
                 else
-                    store4(static_cast<float *>(y) + at[b], output == AS_F32 ? sum : old[b] + sum);
+                    store4(static_cast<float *>(y) + to[b], output == AS_F32 ? sum[b] : old[b] + sum[b]);
             }
         }
     }
-    // What this block sent has arrived when all are here.
-    cluster_arrive();
-    cluster_wait();
+    // Others may still read here.
+    if (splits > 1)
+        cluster_join();
 }
 
 #define PRODUCT(T, N, WARPGROUPS)                                                                                      \

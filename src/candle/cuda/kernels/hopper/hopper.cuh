@@ -35,14 +35,16 @@ __device__ __forceinline__ void barrier_wait(uint64_t *barrier, unsigned parity)
                  : "memory");
 }
 
+// Lets the copy engine and the tensor cores see what this thread wrote to shared memory.
+__device__ __forceinline__ void async_may_read() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // ---- clusters ----
 
-// Waits for all threads of the cluster.
-__device__ __forceinline__ void cluster_join() {
-    asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
-}
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+// Waits until all threads of the cluster have arrived.
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// Waits for all threads of the cluster; what they wrote before is seen after.
+// Both, and what the threads wrote before is seen after.
 __device__ __forceinline__ void cluster_barrier() {
     asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }

@@ -222,8 +222,10 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         }
     }
     // Others may still read here.
-    if (splits > 1)
-        cluster_join();
+    if (splits > 1) {
+        cluster_arrive();
+        cluster_wait();
+    }
 }
 
 #define PRODUCT(T, N, WARPGROUPS)                                                                                      \

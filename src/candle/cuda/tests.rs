@@ -39,9 +39,10 @@ fn gpu() -> Option<Gpu> {
 fn gpu_as_others() -> Vec<Gpu> {
     let Some(gpu) = gpu() else { return Vec::new() };
     let capability = |major| Gpu::open(0, Some((major, 0))).unwrap();
-    match gpu.has_clusters() {
-        true => vec![gpu, capability(10), capability(8)],
-        false => vec![gpu, capability(8)],
+    if gpu.has_clusters() {
+        vec![gpu, capability(10), capability(8)]
+    } else {
+        vec![gpu, capability(8)]
     }
 }
 

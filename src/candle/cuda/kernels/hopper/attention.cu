@@ -314,8 +314,9 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
         int place = i / 2, n = i % 2 * AT_ONCE, row = first_row + (place * splits + split) * 16 + g;
         T *to[2];
         for (int j = 0; j < 2; ++j) {
-            int r = row + 8 * j, slot = divided(r, inverse_group);
-            to[j] = out + ((size_t)(slot * kv_heads + kv_head) * group + r - slot * group) * D + 16 * n + 2 * t;
+            int slot = divided(row + 8 * j, inverse_group);
+            size_t at = (size_t)(slot * kv_heads + kv_head) * group + row + 8 * j - slot * group;
+            to[j] = out + at * D + 16 * n + 2 * t;
         }
         const uint4 *x = pieces + (place * splits * PIECES + n) * 32 + lane;
         float2 y[AT_ONCE][4] = {};

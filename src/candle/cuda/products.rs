@@ -143,6 +143,8 @@ impl Gpu {
         let librarys = timed.iter().filter(|(_, at)| *at < library).take(1);
         let kept: Vec<usize> = ours.chain(librarys).map(|&(_, at)| at).collect();
         let mut ways: Vec<_> = std::mem::take(&mut plan.ways).into_iter().map(Some).collect();
+        // If none works, whoever asks for the product is told so.
+        let kept = if kept.is_empty() { vec![0] } else { kept };
         plan.ways = kept.iter().filter_map(|&at| ways[at].take()).collect();
         plan.settled = plan.ways.len() < 2;
         products.plans.borrow_mut().insert(shape, plan);
@@ -173,17 +175,6 @@ impl Gpu {
             for candidate in 1..candidates {
                 swap(shape, candidate);
                 let time = self.time_captured(pass)?;
-                eprintln!(
-                    "TMP {}x{}x{} way {} of {}: {time:.3} best {best:.3}",
-                    shape.rows,
-                    shape.inputs,
-                    shape.outputs,
-                    match &plans.borrow()[shape].ways[0] {
-                        Way::Library(_) => "library".to_string(),
-                        Way::Tiles(t) => format!("{t}"),
-                    },
-                    candidates
-                );
                 if time < best * FASTER {
                     best = time;
                 } else {
@@ -213,7 +204,7 @@ struct Plan {
     shape: Product,
     /// The first is used.
     ways: Vec<Way>,
-    /// Whether that is final.
+    /// Whether that is final. Unless they have been timed, it is the library's choice.
     settled: bool,
     description: Description,
     w: Layout,
@@ -284,7 +275,7 @@ impl Plan {
         }
         let way = |found: sys::cublasLtMatmulHeuristicResult_t| Way::Library(found.algo);
         let ways = found.into_iter().map(way).collect();
-        Ok(Self { shape, ways, settled: false, description, w, x, y })
+        Ok(Self { shape, ways, settled: true, description, w, x, y })
     }
 
     fn run(

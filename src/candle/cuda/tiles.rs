@@ -25,9 +25,6 @@ const MAX_STAGES: usize = 16;
 const MIN_STAGES: usize = 3;
 const MAX_SPLITS: usize = 6;
 
-/// Of the splits that can run at once, how many are worth trying: those with the most blocks.
-const TRIED_SPLITS: usize = 3;
-
 /// How the kernel does the products of one shape.
 #[derive(Debug)]
 pub(super) struct Tiles {
@@ -43,7 +40,7 @@ pub(super) struct Tiles {
 }
 
 impl Tiles {
-    /// Ways to do the products of a shape, those of small clusters first; none where the kernel does not do them.
+    /// Ways to do the products of a shape; none where the kernel does not do them.
     pub(super) fn ways(gpu: &Gpu, shape: &Product) -> Result<Vec<Self>> {
         let mut ways = Vec::new();
         let Some(modules) = &gpu.modules().hopper else { return Ok(ways) };
@@ -66,19 +63,15 @@ impl Tiles {
                 shared_bytes as i32,
             )?;
             let tiles = shape.outputs.div_ceil(64 * warpgroups);
-            let mut fitting = Vec::new();
             for splits in 1..=MAX_SPLITS.min(shape.inputs.div_ceil(COLUMNS)) {
                 let clusters = clusters(splits, shared_bytes);
                 let at_once = || gpu.clusters_at_once(&function, threads(warpgroups), clusters);
                 if splits == 1 || tiles <= at_once()? {
                     let function = function.clone();
-                    fitting.push(Self { function, rows, warpgroups, splits, stages, shared_bytes });
+                    ways.push(Self { function, rows, warpgroups, splits, stages, shared_bytes });
                 }
             }
-            let skipped = fitting.len().saturating_sub(TRIED_SPLITS);
-            ways.extend(fitting.drain(skipped..));
         }
-        ways.sort_by_key(|way| way.splits);
         Ok(ways)
     }
 
@@ -108,6 +101,8 @@ impl Tiles {
     }
 }
 
+/// For messages of tests: warpgroups and splits.
+#[cfg(test)]
 impl std::fmt::Display for Tiles {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{}x{}", self.warpgroups, self.splits)

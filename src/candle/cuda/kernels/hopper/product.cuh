@@ -5,7 +5,8 @@
 // `x`, those beyond `rows` being zero. One more warp asks for the tiles. Parts of the inputs are shared out over the blocks
 // of a cluster, each of which adds up the sums of some rows, in order.
 //
-// The weight's first tiles are asked for before the kernels ahead are done.
+// The weight's first tiles are asked for before the kernels ahead are done. Sums begin with what they are added to, so that it
+// is on its way together with the first tiles of `x`.
 #pragma once
 
 #include "hopper.cuh"
@@ -75,7 +76,7 @@ __device__ __forceinline__ void add_up(float4 (&sums)[COUNT], const float *(&at)
         if (split < splits)
 #pragma unroll
             for (int n = 0; n < COUNT; ++n)
-                parts[split][n] = splits == 1 ? load4(at[n]) : load_remote(at[n], split);
+                parts[split][n] = load_remote(at[n], split);
 #pragma unroll
     for (int split = 0; split < MAX_SPLITS; ++split)
         if (split < splits)
@@ -84,12 +85,15 @@ __device__ __forceinline__ void add_up(float4 (&sums)[COUNT], const float *(&at)
                 sums[n] = split == 0 ? parts[0][n] : sums[n] + parts[split][n];
 }
 
+// Blocks of a grid that leaves the GPU room for those of the next kernel.
+constexpr int FEW_BLOCKS = 64;
+
 // Grid (tiles of outputs; splits of the inputs), in clusters of all splits of a tile.
 // Shared memory: 1,024 bytes, and `stages` tiles of `w` and `x` or, if that is more, [N, 64 * WARPGROUPS + 4] floats.
 template <typename T, int N, int WARPGROUPS>
 __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int rows, int inputs, int outputs,
                         int stages, int output) {
-    constexpr int OUTPUTS = 64 * WARPGROUPS, STRIDE = OUTPUTS + 4, MAX_STAGES = 16;
+    constexpr int OUTPUTS = 64 * WARPGROUPS, MAX_STAGES = 16;
     constexpr int W_BYTES = OUTPUTS * COLUMNS * sizeof(T), X_BYTES = N * COLUMNS * sizeof(T);
     extern __shared__ uint8_t memory[];
     __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
@@ -101,7 +105,10 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     int splits = gridDim.y, split = blockIdx.y, first_output = blockIdx.x * OUTPUTS;
     int all = (inputs + COLUMNS - 1) / COLUMNS;
     int begin = all * split / splits, count = all * (split + 1) / splits - begin;
-    float *sums = reinterpret_cast<float *>(tiles);
+    // Otherwise not before this block's tiles have come: their blocks would take what this grid needs.
+    bool few = gridDim.x * gridDim.y <= FEW_BLOCKS;
+    if (few)
+        dependents_may_start();
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage) {
@@ -137,51 +144,112 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
             }
         }
         __syncwarp();
-    } else {
-        int group = warp / 4;
-        float d[N / 2];
-        await_inputs();
-        int stage = 0, parity = 0, last = 0;
-        for (int i = 0; i < count; ++i) {
-            barrier_wait(&full[stage], parity);
-            uint64_t a = tile_descriptor(w_tile(stage) + group * (W_BYTES / WARPGROUPS));
-            uint64_t b = tile_descriptor(x_tile(stage));
-            products_begin();
-#pragma unroll
-            for (int step = 0; step < COLUMNS / STEP; ++step)
-                Multiply<T, N>::run(d, a + step * (STEP * sizeof(T) / 16), b + step * (STEP * sizeof(T) / 16),
-                                    i + step > 0);
-            products_commit();
-            products_wait<1>();
-            // Products with the tiles before are done.
-            if (i > 0 && threadIdx.x % 128 == 0)
-                barrier_arrive(&empty[last]);
-            last = stage;
-            if (++stage == stages)
-                stage = 0, parity ^= 1;
+        if (!few)
+            dependents_may_start();
+        if (splits > 1) {
+            cluster_barrier();
+            cluster_arrive();
+            cluster_wait();
         }
-        products_wait<0>();
-        // Where the tiles were: all warpgroups are done with them.
-        asm volatile("bar.sync 1, %0;" ::"n"(128 * WARPGROUPS) : "memory");
-        int row = group * 64 + warp % 4 * 16 + lane / 4;
+        return;
+    }
+
+    int group = warp / 4;
+    // Of the sums `d[4 n + c]`: the output in the tile, and the row.
+    auto of_output = [&](int c) { return group * 64 + warp % 4 * 16 + lane / 4 + c / 2 * 8; };
+    auto of_row = [&](int n, int c) { return 8 * n + lane % 4 * 2 + c % 2; };
+    float d[N / 2];
+    // In `y`, where it is f32; null outside.
+    auto in_y = [&](int n, int c) {
+        int row = of_row(n, c), column = first_output + of_output(c);
+        return row < rows && column < outputs ? static_cast<float *>(y) + (size_t)row * outputs + column : nullptr;
+    };
+    bool adds = output == ADDED_TO_F32 && split == 0;
+    await_inputs();
+    if (adds)
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const float *old = in_y(n, c);
+                d[4 * n + c] = old ? *old : 0.0f;
+            }
+    int stage = 0, parity = 0, last = 0;
+    for (int i = 0; i < count; ++i) {
+        barrier_wait(&full[stage], parity);
+        uint64_t a = tile_descriptor(w_tile(stage) + group * (W_BYTES / WARPGROUPS));
+        uint64_t b = tile_descriptor(x_tile(stage));
+        products_begin();
+#pragma unroll
+        for (int step = 0; step < COLUMNS / STEP; ++step)
+            Multiply<T, N>::run(d, a + step * (STEP * sizeof(T) / 16), b + step * (STEP * sizeof(T) / 16),
+                                adds || i + step > 0);
+        products_commit();
+        products_wait<1>();
+        // Products with the tiles before are done.
+        if (i > 0 && threadIdx.x % 128 == 0)
+            barrier_arrive(&empty[last]);
+        last = stage;
+        if (++stage == stages)
+            stage = 0, parity ^= 1;
+    }
+    products_wait<0>();
+    if (!few)
+        dependents_may_start();
+
+    auto warpgroups_meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(128 * WARPGROUPS) : "memory"); };
+    if (splits == 1 && (output == AS_F32 || output == ADDED_TO_F32)) {
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
             for (int c = 0; c < 4; ++c)
-                sums[(8 * n + lane % 4 * 2 + c % 2) * STRIDE + row + c / 2 * 8] = d[4 * n + c];
+                if (float *to = in_y(n, c))
+                    *to = d[4 * n + c];
+        return;
+    }
+    // What follows takes the place of the tiles: all warpgroups are done with them.
+    warpgroups_meet();
+    if (splits == 1) {
+        // Elements, by rows: a gate and its up are sums of one thread.
+        bool pairs = output == GATED;
+        int tile_elements = pairs ? OUTPUTS / 2 : OUTPUTS, stride = tile_elements + 8;
+        int first = pairs ? first_output / 2 : first_output, size = pairs ? outputs / 2 : outputs;
+        T *elements = reinterpret_cast<T *>(tiles);
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                int at = of_row(n, c) * stride;
+                if (!pairs)
+                    elements[at + of_output(c)] = from_f32<T>(d[4 * n + c]);
+                else if (c < 2)
+                    elements[at + (of_output(c) - lane / 4) / 2 + lane / 4] =
+                        from_f32<T>(gated<T>(d[4 * n + c], d[4 * n + c + 2]));
+            }
+        warpgroups_meet();
+        int units = tile_elements / 8;
+        for (int i = threadIdx.x; i < rows * units; i += 128 * WARPGROUPS) {
+            int row = i / units, column = i % units * 8;
+            if (first + column < size)
+                *reinterpret_cast<Vec8<T> *>(static_cast<T *>(y) + (size_t)row * size + first + column) =
+                    load8(elements + row * stride + column);
+        }
+        return;
     }
 
-    // Not before: their blocks would take what this one needs.
-    dependents_may_start();
-    if (splits == 1)
-        __syncthreads();
-    else
-        cluster_barrier();
+    constexpr int STRIDE = OUTPUTS + 4;
+    float *sums = reinterpret_cast<float *>(tiles);
+#pragma unroll
+    for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c)
+            sums[of_row(n, c) * STRIDE + of_output(c)] = d[4 * n + c];
+    cluster_barrier();
     int first_row = rows * split / splits, own_rows = rows * (split + 1) / splits - first_row;
     const float *own = sums + first_row * STRIDE;
     if (output == GATED) {
         constexpr int UNITS = OUTPUTS / 8;
-        for (int i = threadIdx.x; i < own_rows * UNITS; i += blockDim.x) {
+        for (int i = threadIdx.x; i < own_rows * UNITS; i += 128 * WARPGROUPS) {
             int row = i / UNITS, unit = i % UNITS, column = unit / 2 * 16 + unit % 2 * 4;
             if (first_output + column >= outputs)
                 continue;
@@ -193,39 +261,32 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
             store4(static_cast<T *>(y) + ((size_t)(first_row + row) * outputs + first_output) / 2 + unit * 4, z[0]);
         }
     } else {
-        // As many as leave registers to the kernels around.
+        // As many at once as leave registers to the kernels around.
         constexpr int UNITS = OUTPUTS / 4, BATCH = WARPGROUPS == 2 ? 3 : 1;
-        for (int start = threadIdx.x; start < own_rows * UNITS; start += BATCH * blockDim.x) {
+        for (int start = threadIdx.x; start < own_rows * UNITS; start += BATCH * 128 * WARPGROUPS) {
             const float *at[BATCH];
             size_t to[BATCH];
             bool valid[BATCH];
-            float4 old[BATCH], sum[BATCH];
+            float4 sum[BATCH];
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
-                int i = start + b * blockDim.x, row = i / UNITS, column = i % UNITS * 4;
+                int i = start + b * 128 * WARPGROUPS, row = i / UNITS, column = i % UNITS * 4;
                 valid[b] = row < own_rows && first_output + column < outputs;
                 at[b] = valid[b] ? own + row * STRIDE + column : own;
                 to[b] = (size_t)(first_row + row) * outputs + first_output + column;
-                if (valid[b] && output == ADDED_TO_F32)
-                    old[b] = load4(static_cast<float *>(y) + to[b]);
             }
             add_up(sum, at, splits);
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
-                if (!valid[b])
-                    continue;
-                if (output == AS_ELEMENTS)
+            for (int b = 0; b < BATCH; ++b)
+                if (valid[b] && output == AS_ELEMENTS)
                     store4(static_cast<T *>(y) + to[b], sum[b]);
-                else
-                    store4(static_cast<float *>(y) + to[b], output == AS_F32 ? sum[b] : old[b] + sum[b]);
-            }
+                else if (valid[b])
+                    store4(static_cast<float *>(y) + to[b], sum[b]);
         }
     }
     // Others may still read here.
-    if (splits > 1) {
-        cluster_arrive();
-        cluster_wait();
-    }
+    cluster_arrive();
+    cluster_wait();
 }
 
 #define PRODUCT(T, N, WARPGROUPS)                                                                                      \

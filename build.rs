@@ -14,7 +14,7 @@ const PTX: [&[&str]; 2] =
 
 /// Kernels with instructions of one architecture alone: PTX would run nowhere else either.
 const HOPPER_KERNELS: &str = "src/candle/cuda/kernels/hopper";
-const HOPPER: [&[&str]; 1] = [&["90a.cubin", "-cubin", "-arch=sm_90a"]];
+const HOPPER: [&[&str]; 1] = [&["90a.cubin", "-cubin", "-gencode=arch=compute_90a,code=sm_90a"]];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");

@@ -2,13 +2,10 @@
 //! in `kernels/`.
 
 use candle_core::DType;
-use cudarc::driver::{
-    CudaFunction,
-    sys::{self, CUdeviceptr},
-};
+use cudarc::driver::CudaFunction;
+use cudarc::driver::sys::CUdeviceptr;
 
-use super::attention::WarpgroupAttention;
-use super::device::{Buffer, Clusters, Gpu};
+use super::device::{Buffer, Gpu};
 use crate::candle::{Error, Result};
 
 /// Entries of a row that `top_k` can select at most.
@@ -16,14 +13,6 @@ pub(super) const MAX_TOP_K: usize = 64;
 
 /// Slots of a pass at most: an accepted path names them in bytes.
 pub(super) const MAX_SLOTS: usize = 252;
-
-/// Keys that a warp takes at a time in the attention kernels for bf16 and f16, and steps of that in shared memory.
-const UNIT: usize = 32;
-const MIN_STAGES: usize = 2;
-const MAX_STAGES: usize = 4;
-
-/// Splits of the keys at most: the blocks that a cluster can have on every GPU that has clusters.
-const MAX_SPLITS: usize = 8;
 
 /// Blocks of the kernel for SiLU at most: each then has several runs of its loop.
 const SILU_BLOCKS: usize = 528;
@@ -46,7 +35,6 @@ pub(super) struct Kernels {
     norm: CudaFunction,
     silu_mul: CudaFunction,
     rope_store: CudaFunction,
-    attention: Attention,
     fill_random: CudaFunction,
     compact: CudaFunction,
     gather: CudaFunction,
@@ -112,179 +100,6 @@ pub(super) struct RopeStore<'a> {
     pub(super) values: CUdeviceptr,
 }
 
-/// Keys and values of a layer, at addresses that stay: planes of so many rows.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Cached {
-    pub(super) keys: CUdeviceptr,
-    pub(super) values: CUdeviceptr,
-    pub(super) rows: usize,
-}
-
-#[derive(Debug)]
-enum Attention {
-    /// f32, a block for each row and head.
-    Rows(CudaFunction),
-    /// Tensor cores.
-    Warps(Splitting),
-    /// Tensor cores that four warps use together.
-    Warpgroups(WarpgroupAttention),
-}
-
-/// What attention needs to split keys over blocks.
-#[derive(Debug)]
-struct Splitting {
-    attend: CudaFunction,
-    merge: CudaFunction,
-    /// Warps of a block.
-    warps: usize,
-    /// Bytes of shared memory that a block may have.
-    shared: usize,
-    multiprocessors: usize,
-    /// How many tiles can be worked on at once with 1, 2, ... splits each.
-    at_once: Vec<usize>,
-}
-
-/// How a pass is split.
-#[derive(Clone, Copy, Debug)]
-struct Split {
-    /// Warps of a block over different rows, and over different keys.
-    row_warps: usize,
-    key_warps: usize,
-    tiles: usize,
-    splits: usize,
-    stages: usize,
-}
-
-impl Splitting {
-    fn new(gpu: &Gpu, attend: CudaFunction, merge: CudaFunction, head_dim: usize) -> Result<Self> {
-        use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-        let warps = if head_dim <= 128 { 6 } else { 4 };
-        // Two blocks share a multiprocessor, unless it has too little memory.
-        let (block, all) = gpu.shared_memory()?;
-        let half = all / 2 - 1024;
-        let least = shared_bytes(head_dim, warps, 1, MIN_STAGES);
-        let (shared, blocks) = if half >= least { (half, 2) } else { (block, 1) };
-        attend.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)?;
-        let multiprocessors = gpu.multiprocessors()?;
-        let at_once = |splits| {
-            if !gpu.has_clusters() {
-                return Ok(blocks * multiprocessors / splits);
-            }
-            let clusters = Clusters { blocks: (splits as u32, 1), shared_bytes: shared };
-            gpu.clusters_at_once(&attend, 32 * warps as u32, clusters)
-        };
-        let at_once = (1..=MAX_SPLITS).map(at_once).collect::<Result<_>>()?;
-        Ok(Self { attend, merge, warps, shared, multiprocessors, at_once })
-    }
-
-    /// The least time, by rough measure, for a prefix of about a thousand keys: as many splits as run at once, units
-    /// that a warp multiplies, units that a multiprocessor copies, and parts to merge.
-    fn split(&self, heads: Heads, width: usize) -> Split {
-        let row_groups = (width * heads.query / heads.kv).div_ceil(16);
-        let units = (1024 + width).div_ceil(UNIT);
-        let candidates = (1..=self.warps).filter(|row_warps| self.warps.is_multiple_of(*row_warps));
-        let splits = candidates.filter_map(|row_warps| {
-            let (tiles, key_warps) = (row_groups.div_ceil(row_warps), self.warps / row_warps);
-            let groups = tiles * heads.kv;
-            let splits = self.at_once.iter().rposition(|&at_once| at_once >= groups);
-            let splits = splits.map_or(1, |at| at + 1);
-            let fits = |stages: &usize| {
-                shared_bytes(heads.size, row_warps, key_warps, *stages) <= self.shared
-            };
-            let stages = (MIN_STAGES..=MAX_STAGES).rev().find(fits)?;
-            let waves = groups.div_ceil(self.at_once[splits - 1].max(1));
-            let blocks = (groups * splits).div_ceil(self.multiprocessors);
-            let products = waves * units.div_ceil(splits * key_warps);
-            let copies = blocks * units.div_ceil(splits);
-            let split = Split { row_warps, key_warps, tiles, splits, stages };
-            Some((3 * products + copies + 2 * splits, split))
-        });
-        let best = splits.min_by_key(|(work, split)| (*work, std::cmp::Reverse(split.row_warps)));
-        best.expect("there is memory for all warps over rows").1
-    }
-
-    #[expect(clippy::too_many_arguments, reason = "they are the kernel's")]
-    fn run(
-        &self,
-        gpu: &Gpu,
-        inputs: &Inputs,
-        heads: Heads,
-        qkv: &Buffer,
-        cached: Cached,
-        out: &Buffer,
-        splits: &Splits,
-    ) -> Result<()> {
-        let (q, out, Cached { keys, values, .. }) = (qkv.pointer(), out.pointer(), cached);
-        let q_stride = (heads.q_size() + 2 * heads.kv_size()) as i32;
-        let (prefix, mask, mask_words) = (inputs.prefix, inputs.mask, inputs.mask_words as i32);
-        let scale = (heads.size as f32).powf(-0.5);
-        let split = self.split(heads, inputs.rows);
-        let clusters = Clusters {
-            blocks: (split.splits as u32, 1),
-            shared_bytes: shared_bytes(heads.size, split.row_warps, split.key_warps, split.stages),
-        };
-        let (partial, norms) = (splits.partial.pointer(), splits.norms.pointer());
-        let (width, group) = (inputs.rows as i32, (heads.query / heads.kv) as i32);
-        let (row_warps, key_warps, stages) =
-            (split.row_warps as i32, split.key_warps as i32, split.stages as i32);
-        // SAFETY: the types are the kernel's; the caller sized the buffers for the pass, and the memory for splits was sized for every width.
-        unsafe {
-            gpu.launch_clusters(
-                &self.attend,
-                (split.splits as u32, split.tiles as u32, heads.kv as u32),
-                (32 * self.warps as u32, 1),
-                clusters,
-                parameters!(
-                    q, q_stride, keys, values, out, partial, norms, prefix, mask, mask_words,
-                    width, group, scale, row_warps, key_warps, stages
-                ),
-            )?;
-        }
-        if gpu.has_clusters() {
-            return Ok(());
-        }
-        let splits = split.splits as i32;
-        // SAFETY: as above.
-        unsafe {
-            gpu.launch(
-                &self.merge,
-                ((split.tiles * split.row_warps) as u32, heads.kv as u32, 1),
-                (128, 1),
-                parameters!(partial, norms, out, prefix, width, group, splits),
-            )
-        }
-    }
-}
-
-/// Bytes of shared memory: for the steps in flight and the queries; when they are done, for what the warps leave.
-fn shared_bytes(head_dim: usize, row_warps: usize, key_warps: usize, stages: usize) -> usize {
-    let rows = stages * key_warps * 2 * UNIT + 16 * row_warps;
-    (rows * 2 * (head_dim + 8)).max(16 * row_warps * key_warps * (4 * head_dim + 8))
-}
-
-/// Memory for what splits leave, where they cannot read each other's.
-#[derive(Debug)]
-pub(super) struct Splits {
-    partial: Buffer,
-    norms: Buffer,
-}
-
-impl Splits {
-    pub(super) fn new(gpu: &Gpu, kernels: &Kernels, heads: Heads, max_rows: usize) -> Result<Self> {
-        let needed = |splitting: &Splitting, width| {
-            let split = splitting.split(heads, width);
-            heads.kv * split.splits * split.tiles * split.row_warps * 16
-        };
-        let rows = match &kernels.attention {
-            Attention::Warps(splitting) if !gpu.has_clusters() => {
-                (1..=max_rows).map(|width| needed(splitting, width)).max().unwrap_or(0)
-            }
-            _ => 0,
-        };
-        Ok(Self { partial: gpu.allocate(2 * rows * heads.size)?, norms: gpu.allocate(8 * rows)? })
-    }
-}
-
 impl Kernels {
     pub(super) fn new(gpu: &Gpu, dtype: DType, head_dim: usize) -> Result<Self> {
         let suffix = match dtype {
@@ -297,23 +112,12 @@ impl Kernels {
             return Err(Error::config("head_dim", head_dim, "64, 128 or 256 on a GPU"));
         }
         let modules = gpu.modules();
-        let of_heads =
-            |name| modules.attention.load_function(&format!("{name}_{head_dim}_{suffix}"));
-        let attention = if dtype == DType::F32 {
-            Attention::Rows(of_heads("attend")?)
-        } else if let Some(attention) = WarpgroupAttention::new(gpu, dtype, head_dim)? {
-            Attention::Warpgroups(attention)
-        } else {
-            let (attend, merge) = (of_heads("attend")?, of_heads("merge")?);
-            Attention::Warps(Splitting::new(gpu, attend, merge, head_dim)?)
-        };
         Ok(Self {
             dtype,
             embed_norm: modules.norm.load_function(&format!("embed_norm_{suffix}"))?,
             norm: modules.norm.load_function(&format!("norm_{suffix}"))?,
             silu_mul: modules.norm.load_function(&format!("silu_mul_{suffix}"))?,
             rope_store: modules.rope.load_function(&format!("rope_store_{head_dim}_{suffix}"))?,
-            attention,
             fill_random: modules.random.load_function(&format!("fill_random_{suffix}"))?,
             compact: modules.commit.load_function("compact")?,
             gather: modules.commit.load_function("gather")?,
@@ -426,45 +230,6 @@ impl Kernels {
                     kv
                 ),
             )
-        }
-    }
-
-    /// `qkv` holds rows of queries, keys and values; only the queries are read.
-    #[expect(clippy::too_many_arguments, reason = "they are the kernel's")]
-    pub(super) fn attend(
-        &self,
-        gpu: &Gpu,
-        inputs: &Inputs,
-        heads: Heads,
-        qkv: &Buffer,
-        cached: Cached,
-        out: &Buffer,
-        splits: &Splits,
-    ) -> Result<()> {
-        match &self.attention {
-            Attention::Warpgroups(attention) => attention.run(gpu, inputs, heads, qkv, cached, out),
-            Attention::Warps(splitting) => {
-                splitting.run(gpu, inputs, heads, qkv, cached, out, splits)
-            }
-            Attention::Rows(attend) => {
-                let (q, out, Cached { keys, values, .. }) = (qkv.pointer(), out.pointer(), cached);
-                let q_stride = (heads.q_size() + 2 * heads.kv_size()) as i32;
-                let (prefix, mask) = (inputs.prefix, inputs.mask);
-                let (mask_words, group) =
-                    (inputs.mask_words as i32, (heads.query / heads.kv) as i32);
-                let scale = (heads.size as f32).powf(-0.5);
-                // SAFETY: as above.
-                unsafe {
-                    gpu.launch_early(
-                        attend,
-                        (inputs.rows as u32, heads.query as u32, 1),
-                        (128, 1),
-                        parameters!(
-                            q, q_stride, keys, values, out, prefix, mask, mask_words, group, scale
-                        ),
-                    )
-                }
-            }
         }
     }
 

@@ -3,8 +3,9 @@
 use candle_core::DType;
 use cudarc::driver::sys::CUdeviceptr;
 
+use super::attention::{Attention, Cached};
 use super::device::{Buffer, Gpu, Pinned};
-use super::kernels::{Cached, Heads, Inputs, Kernels, Path, RopeStore, Splits};
+use super::kernels::{Heads, Inputs, Kernels, Path, RopeStore};
 use super::products::{Place, Product};
 use super::weights::Loader;
 use crate::candle::{DecoderConfig, Error, Result};
@@ -26,6 +27,7 @@ struct Layer {
 pub(super) struct Stack {
     pub(super) gpu: Gpu,
     pub(super) kernels: Kernels,
+    attention: Attention,
     pub(super) heads: Heads,
     pub(super) hidden: usize,
     intermediate: usize,
@@ -48,7 +50,6 @@ struct Scratch {
     mixed: Buffer,
     gate_up: Buffer,
     activated: Buffer,
-    splits: Splits,
 }
 
 /// Which layers' outputs are wanted, side by side in rows of `layers.len() * hidden` elements.
@@ -112,12 +113,12 @@ impl Stack {
             mixed: gpu.allocate(element * max_width * q)?,
             gate_up: gpu.allocate(element * max_width * 2 * intermediate)?,
             activated: gpu.allocate(element * max_width * intermediate)?,
-            splits: Splits::new(&gpu, &kernels, heads, max_width)?,
         };
         Ok(Self {
             rope: gpu.upload(&rope)?,
             cache: gpu.allocate(element * 2 * layers.len() * cache_rows * kv)?,
             cache_rows,
+            attention: Attention::new(&gpu, kernels.dtype, heads, max_width)?,
             gpu,
             kernels,
             heads,
@@ -209,8 +210,7 @@ impl Stack {
             let how = self.rope_store(index, 0);
             kernels.rope_store(gpu, inputs, scratch.qkv.pointer(), self.heads, &how)?;
             let cached = Cached { keys: how.keys, values: how.values, rows: self.cache_rows };
-            let (qkv, mixed, splits) = (&scratch.qkv, &scratch.mixed, &scratch.splits);
-            kernels.attend(gpu, inputs, self.heads, qkv, cached, mixed, splits)?;
+            self.attention.run(gpu, inputs, &scratch.qkv, cached, &scratch.mixed)?;
             self.product(rows, Weight::O(layer))?;
             let (residual, normed) = (&scratch.residual, &scratch.normed);
             kernels.norm(gpu, rows, residual, (&layer.post_norm, eps), normed, None, hidden)?;

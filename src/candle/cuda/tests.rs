@@ -14,8 +14,9 @@ use half::{bf16, f16};
 use rand::{Rng, SeedableRng, rngs::StdRng};
 use serde_json::Value;
 
+use super::attention::{Attention, Cached};
 use super::device::{Buffer, Gpu};
-use super::kernels::{Argmax, Cached, Heads, Inputs, Kernels, Path, Splits, TopK};
+use super::kernels::{Argmax, Heads, Inputs, Kernels, Path, TopK};
 use super::{CudaDFlash, CudaOptions, CudaTarget};
 use crate::candle::dflash::DFlashConfig;
 use crate::candle::{DecoderConfig, Weights};
@@ -217,8 +218,7 @@ fn attention_on(gpu: &Gpu) {
             [(64, 3, 3), (128, 2, 4), (256, 1, 2), (64, 2, 1), (128, 1, 8), (128, 8, 4)]
         {
             let heads = Heads { query: kv * group, kv, size };
-            let kernels = Kernels::new(gpu, dtype, size).unwrap();
-            let splits = Splits::new(gpu, &kernels, heads, 252).unwrap();
+            let attention = Attention::new(gpu, dtype, heads, 252).unwrap();
             let few_heads = [
                 (0usize, 1usize),
                 (1, 1),
@@ -264,7 +264,7 @@ fn attention_on(gpu: &Gpu) {
                 };
                 let (keys_at, values_at) = (k_buffer.pointer(), v_buffer.pointer());
                 let cached = Cached { keys: keys_at, values: values_at, rows };
-                kernels.attend(gpu, &inputs, heads, &qkv, cached, &out, &splits).unwrap();
+                attention.run(gpu, &inputs, &qkv, cached, &out).unwrap();
                 let found = download(gpu, dtype, &out, width * kv * group * size);
                 let what = format!("{dtype:?} {heads:?} prefix {prefix} width {width}");
                 for slot in 0..width {
@@ -451,7 +451,7 @@ fn kernel_times_of(
     prefix: usize,
 ) {
     let kernels = Kernels::new(gpu, DType::BF16, heads.size).unwrap();
-    let splits = Splits::new(gpu, &kernels, heads, 144).unwrap();
+    let attention = Attention::new(gpu, DType::BF16, heads, 144).unwrap();
     let filled = |len: usize| {
         let buffer = gpu.allocate(4 * len).unwrap();
         kernels.fill_random(gpu, &buffer, len, 7, 1.0).unwrap();
@@ -497,7 +497,7 @@ fn kernel_times_of(
         let attend = time(&|layer| {
             let (k, v) = &planes[layer];
             let cached = Cached { keys: k.pointer(), values: v.pointer(), rows: 1200 };
-            kernels.attend(gpu, &inputs, heads, &qkv, cached, &mixed, &splits)
+            attention.run(gpu, &inputs, &qkv, cached, &mixed)
         });
         let norm = time(&|_| {
             let weight = (&weight, 1e-6);

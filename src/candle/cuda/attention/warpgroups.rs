@@ -4,10 +4,11 @@ use candle_core::DType;
 use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 
-use super::device::{Buffer, Clusters, Gpu};
-use super::kernels::{Cached, Heads, Inputs, MAX_SLOTS, parameters};
-use super::tiles::{COLUMNS, map};
+use super::{Cached, Call};
 use crate::candle::Result;
+use crate::candle::cuda::device::{Clusters, Gpu};
+use crate::candle::cuda::kernels::{Heads, MAX_SLOTS, parameters};
+use crate::candle::cuda::tiles::{COLUMNS, map};
 
 /// Query rows of a warpgroup.
 const ROWS: usize = 64;
@@ -23,9 +24,10 @@ const MIN_STAGES: usize = 2;
 const MAX_STAGES: usize = 3;
 
 #[derive(Debug)]
-pub(super) struct WarpgroupAttention {
+pub(super) struct Warpgroups {
     function: CudaFunction,
     dtype: DType,
+    heads: Heads,
     shapes: Vec<Shape>,
 }
 
@@ -49,9 +51,10 @@ struct Split {
     splits: usize,
 }
 
-impl WarpgroupAttention {
+impl Warpgroups {
     /// `None` where the GPU, the type or the size of heads is not the kernel's.
-    pub(super) fn new(gpu: &Gpu, dtype: DType, head_dim: usize) -> Result<Option<Self>> {
+    pub(super) fn new(gpu: &Gpu, dtype: DType, heads: Heads) -> Result<Option<Self>> {
+        let head_dim = heads.size;
         let Some(modules) = &gpu.modules().hopper else { return Ok(None) };
         if !matches!(dtype, DType::BF16 | DType::F16) || !matches!(head_dim, 64 | 128) {
             return Ok(None);
@@ -80,12 +83,13 @@ impl WarpgroupAttention {
                 shapes.push(Shape { warpgroups, stages, sharing, at_once });
             }
         }
-        Ok(Some(Self { function, dtype, shapes }))
+        Ok(Some(Self { function, dtype, heads, shapes }))
     }
 
     /// The least time, by rough measure, for a prefix of about a thousand keys. A tile of keys takes longer the more
     /// warpgroups of a multiprocessor work on theirs, and so does what comes before and after.
-    fn split(&self, heads: Heads, width: usize) -> Split {
+    fn split(&self, width: usize) -> Split {
+        let heads = self.heads;
         let rows = width * heads.query / heads.kv;
         let key_tiles = (1024 + width).div_ceil(KEYS);
         let ways = self.shapes.iter().flat_map(|shape| {
@@ -104,17 +108,10 @@ impl WarpgroupAttention {
         best.expect("there is memory for a warpgroup").1
     }
 
-    /// As [`Kernels::attend`](super::kernels::Kernels::attend).
-    pub(super) fn run(
-        &self,
-        gpu: &Gpu,
-        inputs: &Inputs,
-        heads: Heads,
-        qkv: &Buffer,
-        cached: Cached,
-        out: &Buffer,
-    ) -> Result<()> {
-        let Split { warpgroups, stages, tiles, splits } = self.split(heads, inputs.rows);
+    pub(super) fn run(&self, gpu: &Gpu, call: Call, rows: usize, cached: Cached) -> Result<()> {
+        let Call { q, q_stride, out, prefix, mask, mask_words, width, group, scale } = call;
+        let heads = self.heads;
+        let Split { warpgroups, stages, tiles, splits } = self.split(rows);
         let row = heads.kv_size();
         // A tile has all planes of 64 columns that a head has.
         let planes = |address| {
@@ -123,14 +120,9 @@ impl WarpgroupAttention {
             map(address, self.dtype, sizes, &[row, COLUMNS], tile)
         };
         let (keys, values) = (planes(cached.keys)?, planes(cached.values)?);
-        let (q, out) = (qkv.pointer(), out.pointer());
-        let q_stride = (heads.q_size() + 2 * heads.kv_size()) as i32;
-        let (prefix, mask, mask_words) = (inputs.prefix, inputs.mask, inputs.mask_words as i32);
-        let (width, group) = (inputs.rows as i32, (heads.query / heads.kv) as i32);
-        let scale = (heads.size as f32).powf(-0.5);
         let clusters = Clusters {
             blocks: (splits as u32, 1),
-            shared_bytes: shared_bytes(heads.size, warpgroups, stages, splits, inputs.mask_words),
+            shared_bytes: shared_bytes(heads.size, warpgroups, stages, splits, mask_words as usize),
         };
         let stages = stages as i32;
         // SAFETY: the types are the kernel's; the caller sized the buffers for the pass.

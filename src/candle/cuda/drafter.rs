@@ -174,28 +174,48 @@ impl CudaDFlash {
 
     /// Asks for everything that an observation of `width` rows does on the GPU, once their taps are there.
     fn observe_pass(&self, width: usize) -> Result<()> {
-        let (gpu, kernels, context) = (&self.stack.gpu, &self.stack.kernels, &self.context);
-        let (hidden, dtype) = (self.shared.hidden, self.stack.dtype());
+        let (gpu, context) = (&self.stack.gpu, &self.context);
         context.input.send(gpu, width)?;
         let inputs = context.input.inputs(width);
-        let shape = Product {
-            rows: width,
-            inputs: self.config.feature_size(),
-            outputs: hidden,
-            skipped: 0,
-            dtype,
-            y_dtype: DType::F32,
-            add: false,
-            gated: false,
-        };
+        let shape = self.projection(width);
         gpu.product(context.taps.pointer(), &self.fc, &context.projected, shape, None)?;
-        let norm = (&self.hidden_norm, self.stack.eps);
-        let (projected, normed) = (&context.projected, &context.normed);
-        kernels.norm(gpu, width, projected, norm, normed, None, hidden)?;
+        self.context_norm(width)?;
         for layer in 0..self.stack.num_layers() {
             self.stack.write_context(layer, &inputs, context.normed.pointer(), &context.kv)?;
         }
         Ok(())
+    }
+
+    /// The product that makes rows of the hidden size of taps.
+    fn projection(&self, rows: usize) -> Product {
+        Product {
+            rows,
+            inputs: self.config.feature_size(),
+            outputs: self.shared.hidden,
+            skipped: 0,
+            dtype: self.stack.dtype(),
+            y_dtype: DType::F32,
+            add: false,
+            gated: false,
+        }
+    }
+
+    fn context_norm(&self, rows: usize) -> Result<()> {
+        let Context { projected, normed, .. } = &self.context;
+        let norm = (&self.hidden_norm, self.stack.eps);
+        let (gpu, hidden) = (&self.stack.gpu, self.shared.hidden);
+        self.stack.kernels.norm(gpu, rows, projected, norm, normed, None, hidden)
+    }
+
+    /// Finds out how the products of an observation are best done, whose rows are in `self.context`.
+    fn plan_observation(&self, width: usize) -> Result<()> {
+        let (gpu, context) = (&self.stack.gpu, &self.context);
+        let place = Place { gates: None, before: &|| self.context_norm(width) };
+        let (taps, projection) = (context.taps.pointer(), self.projection(width));
+        gpu.plan_product(taps, &[&self.fc], &context.projected, projection, place)?;
+        let normed = context.normed.pointer();
+        let written = self.stack.plan_context(width, normed, &context.kv, place)?;
+        gpu.settle(&[projection, written], &|| self.observe_pass(width))
     }
 
     fn check_position(&self, name: &'static str, position: usize) -> Result<()> {
@@ -252,7 +272,8 @@ impl Drafter<CudaTaps> for CudaDFlash {
             self.context.input.write(&gpu, width, row, rows, |_, _| {})?;
             gpu.copy(block.buffer().pointer(), &self.context.taps, block.rows * row_bytes)?;
             if !self.observe.contains_key(&width) {
-                // Loads kernels and plans products, which cannot be captured.
+                self.plan_observation(width)?;
+                // Loads kernels, which cannot be captured.
                 self.observe_pass(width)?;
                 gpu.synchronize()?;
                 let graph = gpu.capture(|| self.observe_pass(width))?;

@@ -168,20 +168,39 @@ impl Stack {
         x: CUdeviceptr,
         kv: &Buffer,
     ) -> Result<()> {
-        let (q_size, heads) = (self.heads.q_size(), Heads { query: 0, ..self.heads });
-        let shape = Product {
-            rows: inputs.rows,
+        let shape = self.context_product(inputs.rows);
+        self.gpu.product(x, &self.layers[layer].qkv, kv, shape, None)?;
+        let (how, heads) =
+            (self.rope_store(layer, shape.skipped), Heads { query: 0, ..self.heads });
+        self.kernels.rope_store(&self.gpu, inputs, kv.pointer(), heads, &how)
+    }
+
+    /// The product of `write_context`: the rows of queries are left out.
+    fn context_product(&self, rows: usize) -> Product {
+        Product {
+            rows,
             inputs: self.hidden,
-            outputs: 2 * heads.kv_size(),
-            skipped: q_size,
+            outputs: 2 * self.heads.kv_size(),
+            skipped: self.heads.q_size(),
             dtype: self.dtype(),
             y_dtype: self.dtype(),
             add: false,
             gated: false,
-        };
-        self.gpu.product(x, &self.layers[layer].qkv, kv, shape, None)?;
-        let how = self.rope_store(layer, q_size);
-        self.kernels.rope_store(&self.gpu, inputs, kv.pointer(), heads, &how)
+        }
+    }
+
+    /// Finds out how the product of `write_context` may be done, and returns its shape, for `settle`.
+    pub(super) fn plan_context(
+        &self,
+        rows: usize,
+        x: CUdeviceptr,
+        kv: &Buffer,
+        place: Place<'_>,
+    ) -> Result<Product> {
+        let weights: Vec<_> = self.layers.iter().map(|layer| &layer.qkv).collect();
+        let shape = self.context_product(rows);
+        self.gpu.plan_product(x, &weights, kv, shape, place)?;
+        Ok(shape)
     }
 
     fn row_bytes(&self) -> usize {

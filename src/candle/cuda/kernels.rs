@@ -17,9 +17,8 @@ pub(super) const MAX_SLOTS: usize = 252;
 /// Blocks of the kernel for SiLU at most: each then has several runs of its loop.
 const SILU_BLOCKS: usize = 528;
 
-/// Entries of one block of `top_k`, and candidates of one of its rows at most.
-const SLICE: usize = 8192;
-const MAX_CANDIDATES: usize = 4096;
+/// Entries of a chunk of `top_k`, of which a row has fewer than 2^16.
+const CHUNK: usize = 128;
 
 macro_rules! parameters {
     ($($value:expr),* $(,)?) => {
@@ -352,10 +351,10 @@ impl Argmax {
 /// The best entries of each row of logits and their log-probabilities.
 #[derive(Debug)]
 pub(super) struct TopK {
+    chunk_best: CudaFunction,
     function: CudaFunction,
-    candidates: Buffer,
+    keys: Buffer,
     norms: Buffer,
-    counters: Buffer,
     pub(super) ids: Buffer,
     pub(super) log_probs: Buffer,
     size: usize,
@@ -372,17 +371,20 @@ impl TopK {
         size: usize,
         k: usize,
     ) -> Result<Self> {
-        let slices = size.div_ceil(SLICE);
-        let limit = MAX_TOP_K.min(size).min(MAX_CANDIDATES / slices);
+        let (limit, chunks) = (MAX_TOP_K.min(size), size.div_ceil(CHUNK));
         if k == 0 || k > limit {
             return Err(Error::argument("top_k", k, format!("1 to {limit} on a GPU")));
         }
-        let name = format!("top_k_{}", dtype.as_str());
+        if chunks >= 1 << 16 {
+            let accepted = format!("fewer than {} on a GPU", CHUNK << 16);
+            return Err(Error::config("vocab_size", size, accepted));
+        }
+        let load = |name| gpu.modules().select.load_function(&format!("{name}_{}", dtype.as_str()));
         Ok(Self {
-            function: gpu.modules().select.load_function(&name)?,
-            candidates: gpu.allocate(8 * max_rows * slices * k)?,
-            norms: gpu.allocate(8 * max_rows * slices)?,
-            counters: gpu.allocate(4 * max_rows)?,
+            chunk_best: load("chunk_best")?,
+            function: load("top_k")?,
+            keys: gpu.allocate(4 * max_rows * chunks)?,
+            norms: gpu.allocate(8 * max_rows * chunks)?,
             ids: gpu.allocate(4 * max_rows * k)?,
             log_probs: gpu.allocate(4 * max_rows * k)?,
             size,
@@ -398,18 +400,24 @@ impl TopK {
     /// Fills [`ids`](Self::ids) and [`log_probs`](Self::log_probs) for `rows` rows at `logits`.
     pub(super) fn run(&self, gpu: &Gpu, logits: CUdeviceptr, rows: usize) -> Result<()> {
         assert!(rows <= self.max_rows, "made for fewer rows");
-        let slices = self.size.div_ceil(SLICE);
-        let (candidates, norms) = (self.candidates.pointer(), self.norms.pointer());
-        let (counters, ids, log_probs) =
-            (self.counters.pointer(), self.ids.pointer(), self.log_probs.pointer());
-        let (size, k) = (self.size as i32, self.k as i32);
+        let chunks = self.size.div_ceil(CHUNK);
+        let (keys, norms) = (self.keys.pointer(), self.norms.pointer());
+        let (ids, log_probs) = (self.ids.pointer(), self.log_probs.pointer());
+        let parts = chunks.div_ceil(4 * 8) as u32;
+        let (size, chunks, k) = (self.size as i32, chunks as i32, self.k as i32);
         // SAFETY: the caller's logits are `rows` rows of the size that the rest was made for.
         unsafe {
             gpu.launch(
+                &self.chunk_best,
+                (parts, rows as u32, 1),
+                (256, 1),
+                parameters!(logits, keys, norms, size, chunks),
+            )?;
+            gpu.launch_early(
                 &self.function,
-                (slices as u32, rows as u32, 1),
+                (rows as u32, 1, 1),
                 (512, 1),
-                parameters!(logits, candidates, norms, counters, ids, log_probs, size, k),
+                parameters!(logits, keys, norms, ids, log_probs, size, chunks, k),
             )
         }
     }

@@ -28,10 +28,54 @@ template <typename T> __device__ void argmax(const T *logits, unsigned long long
         atomicMax(best + row, (unsigned long long)mine);
 }
 
+// Entries of a chunk, of which a warp has four a lane.
+constexpr int CHUNK = 128;
+
+// The greatest key of each chunk of a row, and (max, sum of exponentials). Grid (parts, rows).
+template <typename T>
+__device__ void chunk_best(const T *logits, uint32_t *keys, float2 *norms, int size, int chunks) {
+    int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+    size_t row = blockIdx.y;
+    logits += row * size;
+    for (int chunk = blockIdx.x * warps + threadIdx.x / 32; chunk < chunks; chunk += gridDim.x * warps) {
+        int first = chunk * CHUNK + lane * 4, real = min(max(size - first, 0), 4);
+        float x[4] = {NEG_INF, NEG_INF, NEG_INF, NEG_INF};
+        if (size % 4 == 0 && real == 4) {
+            float4 y = load4(logits + first);
+            x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
+        } else {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (i < real)
+                    x[i] = to_f32(logits[first + i]);
+        }
+        uint32_t key = 0;
+        float greatest = NEG_INF, sum = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i < real)
+                key = max(key, order(x[i]));
+            greatest = fmaxf(greatest, x[i]);
+        }
+        key = __reduce_max_sync(FULL_WARP, key);
+        greatest = warp_max(greatest);
+        if (greatest > NEG_INF)
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (i < real)
+                    sum += __expf(x[i] - greatest);
+        sum = warp_sum(sum);
+        if (lane == 0) {
+            keys[row * chunks + chunk] = key;
+            norms[row * chunks + chunk] = make_float2(greatest, sum);
+        }
+    }
+}
+
 constexpr int THREADS = 512;
-constexpr int PER_THREAD = 16;
-constexpr int SLICE = THREADS * PER_THREAD;
-constexpr int MAX_CANDIDATES = 4096;
+constexpr int MAX_K = 64;
+// Entries that are sorted at most.
+constexpr int SORTED = 1024;
 
 // The greatest digit at or above which there are at least `rank` counts, and how many lie above it. One warp.
 __device__ void find_digit(const int *histogram, int rank, int *digit, int *above) {
@@ -54,8 +98,9 @@ __device__ void find_digit(const int *histogram, int rank, int *digit, int *abov
     }
 }
 
-// The `rank`-th greatest of all threads' 48-bit keys `key(0)` to `key(N - 1)`, digit by digit.
-template <int N, typename Key> __device__ uint64_t kth_greatest(Key key, int rank) {
+// The `rank`-th greatest of all threads' 48-bit keys `key(0)` to `key(count - 1)`, digit by digit. `count` is the same for
+// all threads.
+template <typename Key> __device__ uint64_t kth_greatest(Key key, int count, int rank) {
     __shared__ int histogram[256];
     __shared__ int digit, above;
     int t = threadIdx.x;
@@ -65,7 +110,7 @@ template <int N, typename Key> __device__ uint64_t kth_greatest(Key key, int ran
             histogram[t] = 0;
         __syncthreads();
 #pragma unroll 1
-        for (int j = 0; j < N; ++j) {
+        for (int j = 0; j < count; ++j) {
             bool match = (key(j) ^ found) >> (shift + 8) == 0;
             // The leading digits of logits are nearly all the same: one addition for the lanes that agree.
             unsigned bin = match ? (unsigned)(key(j) >> shift) & 255 : 256;
@@ -84,106 +129,110 @@ template <int N, typename Key> __device__ uint64_t kth_greatest(Key key, int ran
     return found;
 }
 
-// Log-probabilities and ids of the `k` best entries of each row, best first. Grid (slices, rows); a slice is SLICE
-// entries, and slices * k is at most MAX_CANDIDATES. `candidates` has slices * k entries a row, `norms` one (max, sum
-// of exponentials) a slice, `counters` one zero a row.
-template <typename T>
-__device__ void top_k(const T *logits, uint64_t *candidates, float2 *norms, unsigned *counters, uint32_t *ids,
-                      float *log_probs, int size, int k) {
-    __shared__ int taken;
-    __shared__ uint64_t sorted[MAX_CANDIDATES];
-    __shared__ float parts[THREADS / 32];
-    int row = blockIdx.y, slices = gridDim.x, t = threadIdx.x;
-    int first = blockIdx.x * SLICE;
-    logits += (size_t)row * size;
-
-    // Entry j of the thread has local index j * THREADS + t.
-    uint32_t keys[PER_THREAD];
-    float greatest = NEG_INF;
-#pragma unroll
-    for (int j = 0; j < PER_THREAD; ++j) {
-        int i = first + j * THREADS + t;
-        float x = i < size ? to_f32(logits[i]) : NEG_INF;
-        keys[j] = i < size ? order(x) : 0;
-        greatest = fmaxf(greatest, x);
+// Sum over the threads before this one.
+__device__ __forceinline__ int sum_before(int x) {
+    __shared__ int sums[THREADS / 32];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, upto = x;
+    for (int offset = 1; offset < 32; offset *= 2) {
+        int other = __shfl_up_sync(FULL_WARP, upto, offset);
+        if (lane >= offset)
+            upto += other;
     }
-    greatest = warp_max(greatest);
-    if (t % 32 == 0)
-        parts[t / 32] = greatest;
+    if (lane == 31)
+        sums[warp] = upto;
     __syncthreads();
-    greatest = warp_max(t % 32 < THREADS / 32 ? parts[t % 32] : NEG_INF);
-    float sum = 0.0f;
-    if (greatest > NEG_INF) {
-#pragma unroll
-        for (int j = 0; j < PER_THREAD; ++j)
-            if (first + j * THREADS + t < size)
-                sum += __expf(value(keys[j]) - greatest);
-    }
-    sum = block_sum(sum);
-    if (t == 0)
-        norms[row * slices + blockIdx.x] = make_float2(greatest, sum);
+    int before = upto - x;
+    for (int i = 0; i < warp; ++i)
+        before += sums[i];
+    return before;
+}
 
-    // Unique 48-bit keys: the value, then the local index downwards.
-    auto full = [&](int j) { return (uint64_t)keys[j] << 16 | (uint16_t)~(j * THREADS + t); };
-    uint64_t best = 0;
-#pragma unroll
-    for (int j = 0; j < PER_THREAD; ++j)
-        best = max(best, full(j));
-    // At least k entries reach the k-th greatest of the threads' best: few more, as a rule.
-    uint64_t threshold = kth_greatest<1>([&](int) { return best; }, k);
+// Log-probabilities and ids of the `k` best entries of each row, best first, from what `chunk_best` left. One block per row;
+// there are fewer than 2^16 chunks.
+//
+// The k chunks with the greatest entries have the k best of all, and what is below the least of these k is not among them; with
+// fewer chunks, everything may be.
+template <typename T>
+__device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms, uint32_t *ids, float *log_probs,
+                      int size, int chunks, int k) {
+    __shared__ int taken;
+    __shared__ uint16_t chosen[MAX_K];
+    __shared__ uint64_t sorted[SORTED];
+    __shared__ float parts[THREADS / 32];
+    inputs_ready();
+    int row = blockIdx.x, t = threadIdx.x;
+    logits += (size_t)row * size;
+    keys += (size_t)row * chunks;
+    norms += (size_t)row * chunks;
+
+    // A thread has chunks that follow one another. Keys are unique: the value, then the index downwards.
+    int per_thread = (chunks + THREADS - 1) / THREADS, wanted = min(k, chunks);
+    auto chunk_key = [&](int j) {
+        int chunk = t * per_thread + j;
+        return chunk < chunks ? (uint64_t)keys[chunk] << 16 | (uint16_t)~chunk : 0;
+    };
+    uint64_t threshold = kth_greatest(chunk_key, per_thread, wanted);
+    int count = 0;
+    for (int j = 0; j < per_thread; ++j)
+        count += t * per_thread + j < chunks && chunk_key(j) >= threshold;
+    int at = sum_before(count);
+    for (int j = 0; j < per_thread; ++j)
+        if (t * per_thread + j < chunks && chunk_key(j) >= threshold)
+            chosen[at++] = t * per_thread + j;
     if (t == 0)
         taken = 0;
     __syncthreads();
-#pragma unroll
-    for (int j = 0; j < PER_THREAD; ++j)
-        if (full(j) >= threshold) {
-            int at = atomicAdd(&taken, 1);
-            if (at < THREADS)
-                sorted[at] = full(j);
+
+    // Entry e of those chosen; they are in the order of their ids.
+    uint32_t bound = chunks < k ? 0 : threshold >> 16;
+    int entries = wanted * CHUNK;
+    auto index = [&](int e) { return chosen[e / CHUNK] * CHUNK + e % CHUNK; };
+    for (int e = t; e < entries; e += THREADS) {
+        int i = index(e);
+        uint32_t key = i < size ? order(to_f32(logits[i])) : 0;
+        if (i < size && key >= bound) {
+            int to = atomicAdd(&taken, 1);
+            if (to < SORTED)
+                sorted[to] = pack(key, i);
         }
+    }
     __syncthreads();
     int reached = taken;
-    if (reached <= THREADS) {
-        uint64_t one = t < reached ? sorted[t] : 0;
-        threshold = kth_greatest<1>([&](int) { return one; }, k);
-    } else {
-        // Read again: registers for a rare case would halve the blocks that run at once.
-        auto again = [&](int j) {
-            int at = j * THREADS + t;
-            uint64_t key = first + at < size ? order(to_f32(logits[first + at])) : 0;
-            return key << 16 | (uint16_t)~at;
+    if (reached > SORTED) {
+        auto entry_key = [&](int j) {
+            int e = j * THREADS + t, i = e < entries ? index(e) : size;
+            return i < size ? (uint64_t)order(to_f32(logits[i])) << 16 | (uint16_t)~e : 0;
         };
-        threshold = kth_greatest<PER_THREAD>(again, k);
+        int most = (entries + THREADS - 1) / THREADS;
+        uint64_t least = kth_greatest(entry_key, most, k);
+        if (t == 0)
+            taken = 0;
+        __syncthreads();
+        for (int j = 0; j < most; ++j)
+            if (j * THREADS + t < entries && entry_key(j) >= least)
+                sorted[atomicAdd(&taken, 1)] = pack(entry_key(j) >> 16, index(j * THREADS + t));
+        __syncthreads();
+        reached = k;
     }
-    if (t == 0)
-        taken = 0;
-    __syncthreads();
-    uint64_t *mine = candidates + ((size_t)row * slices + blockIdx.x) * k;
-#pragma unroll
-    for (int j = 0; j < PER_THREAD; ++j)
-        if (full(j) >= threshold)
-            mine[atomicAdd(&taken, 1)] = pack(keys[j], first + j * THREADS + t);
 
-    if (!last_block(counters + row, slices))
-        return;
-
-    // Merge: sort the candidates of all slices, greatest first.
-    int count = slices * k, padded = 1;
-    while (padded < count)
-        padded *= 2;
-    for (int i = t; i < padded; i += THREADS)
-        sorted[i] = i < count ? __ldcg(candidates + (size_t)row * count + i) : 0;
     float all = NEG_INF, total = 0.0f;
-    for (int s = t % 32; s < slices; s += 32)
-        all = fmaxf(all, __ldcg(norms + row * slices + s).x);
+    for (int c = t; c < chunks; c += THREADS)
+        all = fmaxf(all, norms[c].x);
     all = warp_max(all);
-    for (int s = t % 32; s < slices; s += 32) {
-        float2 norm = __ldcg(norms + row * slices + s);
-        if (norm.x > NEG_INF)
-            total += norm.y * expf(norm.x - all);
-    }
-    total = warp_sum(total);
-    float log_sum = all + logf(total);
+    if (t % 32 == 0)
+        parts[t / 32] = all;
+    __syncthreads();
+    all = warp_max(t % 32 < THREADS / 32 ? parts[t % 32] : NEG_INF);
+    for (int c = t; c < chunks; c += THREADS)
+        if (norms[c].x > NEG_INF)
+            total += norms[c].y * expf(norms[c].x - all);
+    float log_sum = all + logf(block_sum(total));
+
+    int padded = 1;
+    while (padded < reached)
+        padded *= 2;
+    for (int i = reached + t; i < padded; i += THREADS)
+        sorted[i] = 0;
     for (int block = 2; block <= padded; block *= 2)
         for (int stride = block / 2; stride > 0; stride /= 2) {
             __syncthreads();
@@ -209,10 +258,13 @@ __device__ void top_k(const T *logits, uint64_t *candidates, float2 *norms, unsi
     extern "C" __global__ void argmax_##T(const T *logits, unsigned long long *best, int size) {                       \
         argmax<T>(logits, best, size);                                                                                 \
     }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS, 2)                                                           \
-        top_k_##T(const T *logits, uint64_t *candidates, float2 *norms, unsigned *counters, uint32_t *ids,             \
-                  float *log_probs, int size, int k) {                                                                 \
-        top_k<T>(logits, candidates, norms, counters, ids, log_probs, size, k);                                        \
+    extern "C" __global__ void chunk_best_##T(const T *logits, uint32_t *keys, float2 *norms, int size, int chunks) {  \
+        chunk_best<T>(logits, keys, norms, size, chunks);                                                              \
+    }                                                                                                                  \
+    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
+        top_k_##T(const T *logits, const uint32_t *keys, const float2 *norms, uint32_t *ids, float *log_probs,         \
+                  int size, int chunks, int k) {                                                                       \
+        top_k<T>(logits, keys, norms, ids, log_probs, size, chunks, k);                                                \
     }
 
 KERNELS(f32)

@@ -7,8 +7,15 @@ use serde_json::{Map, Value};
 use super::rope::{RopeConfig, RopeScaling};
 use super::{Error, Result};
 
-/// More layers than any model has: a damaged count must not become an allocation.
-pub(crate) const MAX_LAYERS: usize = 4096;
+/// Refuses more layers than any model has: a damaged count must not become an allocation. `field` is
+/// where the count stands.
+pub(crate) fn check_layers(field: impl Into<String>, count: usize) -> Result<usize> {
+    const MAX_LAYERS: usize = 4096;
+    if count > MAX_LAYERS {
+        return Err(Error::config(field, count, format!("at most {MAX_LAYERS}")));
+    }
+    Ok(count)
+}
 
 /// The decoder families that one configuration describes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -221,11 +228,7 @@ impl DecoderConfig {
         let max_position_embeddings = fields.positive("max_position_embeddings")?;
         let (rope, max_positions) =
             rope_config(fields, architecture, head_dim, max_position_embeddings)?;
-        let num_layers = fields.positive("num_hidden_layers")?;
-        if num_layers > MAX_LAYERS {
-            let accepted = format!("at most {MAX_LAYERS}");
-            return Err(Error::config("num_hidden_layers", num_layers, accepted));
-        }
+        let num_layers = check_layers("num_hidden_layers", fields.positive("num_hidden_layers")?)?;
         let attention_bias = fields.bool("attention_bias", false)?;
         let bos = fields.token_ids("bos_token_id")?;
         Ok(Self {

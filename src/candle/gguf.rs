@@ -8,7 +8,7 @@ use std::path::Path;
 use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{DType, Device, Tensor};
 
-use super::config::{Architecture, DecoderConfig, MAX_LAYERS};
+use super::config::{Architecture, DecoderConfig, check_layers};
 use super::gguf_header::check_alignment;
 use super::rope::{RopeConfig, RopeScaling};
 use super::{Error, Result, Weights};
@@ -124,11 +124,7 @@ impl Gguf {
         }
         let context = self.positive("context_length")?;
         let (scaling, max_positions) = self.rope_scaling(context, rotary_dim)?;
-        let num_layers = self.positive("block_count")?;
-        if num_layers > MAX_LAYERS {
-            let accepted = format!("at most {MAX_LAYERS}");
-            return Err(Error::config(self.key("block_count"), num_layers, accepted));
-        }
+        let num_layers = check_layers(self.key("block_count"), self.positive("block_count")?)?;
         let theta = self.opt_positive_f64("rope.freq_base")?.unwrap_or(10_000.0);
         let has = |name: &str| self.content.tensor_infos.contains_key(name);
         let token = |key: &str| match self.content.metadata.get(key) {

@@ -387,13 +387,15 @@ impl Gpu {
         Ok(count as usize)
     }
 
-    /// Bytes of shared memory that a block can have, and that a multiprocessor has.
+    /// Bytes of shared memory that a block can have, and that each of two blocks of a multiprocessor can have.
     pub(super) fn shared_memory(&self) -> Result<(usize, usize)> {
         use sys::CUdevice_attribute_enum as Attribute;
         let block = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let all = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR;
         let context = &self.0.context;
-        Ok((context.attribute(block)? as usize, context.attribute(all)? as usize))
+        // The driver keeps so much of it for each block.
+        let kept = 1024;
+        Ok((context.attribute(block)? as usize, context.attribute(all)? as usize / 2 - kept))
     }
 
     /// Whether there are clusters, and kernels can be started early.
@@ -441,6 +443,13 @@ impl Drop for Inner {
             let _ = result::free_sync(self.workspace);
         }
     }
+}
+
+/// Lets blocks of a kernel have this much shared memory beyond what it declares.
+pub(super) fn allow_shared_memory(function: &CudaFunction, bytes: usize) -> Result<()> {
+    use sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+    function.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, bytes as i32)?;
+    Ok(())
 }
 
 /// A captured sequence of work.

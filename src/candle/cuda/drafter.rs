@@ -8,7 +8,7 @@ use candle_core::DType;
 use super::device::{Buffer, Graph, Pinned};
 use super::draw::Couple;
 use super::kernels::{Kernels, MAX_TOP_K, TopK};
-use super::products::{Place, Product};
+use super::products::Product;
 use super::stack::{PassInput, Stack, TapInto, padded};
 use super::target::Shared;
 use super::weights::{Loader, Source, check};
@@ -147,8 +147,7 @@ impl CudaDFlash {
         let none = TapInto { layers: &[], rows: &self.logits };
         let inputs = self.block.inputs(width);
         self.stack.forward(&inputs, &self.shared.embed_tokens, none)?;
-        let shape = self.shared.head(width, self.stack.dtype());
-        gpu.product(self.stack.output(), &self.shared.lm_head, &self.logits, shape, None)?;
+        self.shared.head(&self.stack, width, &self.logits)?;
         // Slot 0 holds the root; what it would predict is known.
         let depths = self.config.block_size() - 1;
         let logits = self.logits.at(4 * vocab_size);
@@ -159,17 +158,6 @@ impl CudaDFlash {
         let bytes = 4 * depths * self.top_k.k();
         gpu.copy_out(&self.top_k.ids, &self.ids, bytes)?;
         gpu.copy_out(&self.top_k.log_probs, &self.log_probs, bytes)
-    }
-
-    /// Finds out how the products of a proposal are best done.
-    fn plan(&self, width: usize, coupled: bool) -> Result<()> {
-        let mut shapes = self.stack.plan(width)?;
-        let (x, shape) = (self.stack.output(), self.shared.head(width, self.stack.dtype()));
-        let place = Place { gates: None, before: &|| self.stack.last_norm(width) };
-        let gpu = &self.stack.gpu;
-        gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape, place)?;
-        shapes.push(shape);
-        gpu.settle(&shapes, &|| self.draft_pass(width, coupled))
     }
 
     /// Asks for everything that an observation of `width` rows does on the GPU, once their taps are there.
@@ -318,7 +306,8 @@ impl Drafter<CudaTaps> for CudaDFlash {
             self.couple.set(&key);
         }
         if !self.drafts.contains_key(&coupled) {
-            self.plan(width, coupled)?;
+            let pass = || self.draft_pass(width, coupled);
+            self.shared.plan(&self.stack, width, &self.logits, &pass)?;
             self.draft_pass(width, coupled)?;
             gpu.synchronize()?;
             let graph = gpu.capture(|| self.draft_pass(width, coupled))?;

@@ -92,8 +92,29 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    /// The product that makes logits of `rows` rows.
-    pub(super) fn head(&self, rows: usize, dtype: DType) -> Product {
+    /// Asks for the logits of the rows that a pass of `stack` ends with.
+    pub(super) fn head(&self, stack: &Stack, rows: usize, logits: &Buffer) -> Result<()> {
+        let shape = self.head_shape(rows, stack.dtype());
+        stack.gpu.product(stack.output(), &self.lm_head, logits, shape, None)
+    }
+
+    /// Finds out how the products of a pass of `stack` and of its logits are best done, `pass` being one.
+    pub(super) fn plan(
+        &self,
+        stack: &Stack,
+        rows: usize,
+        logits: &Buffer,
+        pass: &dyn Fn() -> Result<()>,
+    ) -> Result<()> {
+        let mut shapes = stack.plan(rows)?;
+        let shape = self.head_shape(rows, stack.dtype());
+        let place = Place { gates: None, before: &|| stack.last_norm(rows) };
+        stack.gpu.plan_product(stack.output(), &[&self.lm_head], logits, shape, place)?;
+        shapes.push(shape);
+        stack.gpu.settle(&shapes, pass)
+    }
+
+    fn head_shape(&self, rows: usize, dtype: DType) -> Product {
         Product {
             rows,
             inputs: self.hidden,
@@ -299,20 +320,12 @@ impl CudaTarget {
     }
 
     fn head(&self, width: usize) -> Result<()> {
-        let shape = self.shared.head(width, self.stack.dtype());
-        let x = self.stack.output();
-        self.stack.gpu.product(x, &self.shared.lm_head, &self.logits, shape, None)
+        self.shared.head(&self.stack, width, &self.logits)
     }
 
     /// Finds out how the products of a pass are best done, `pass` being one.
     pub(super) fn plan(&self, width: usize, pass: &dyn Fn() -> Result<()>) -> Result<()> {
-        let mut shapes = self.stack.plan(width)?;
-        let (x, shape) = (self.stack.output(), self.shared.head(width, self.stack.dtype()));
-        let place = Place { gates: None, before: &|| self.stack.last_norm(width) };
-        let gpu = &self.stack.gpu;
-        gpu.plan_product(x, &[&self.shared.lm_head], &self.logits, shape, place)?;
-        shapes.push(shape);
-        gpu.settle(&shapes, pass)
+        self.shared.plan(&self.stack, width, &self.logits, pass)
     }
 
     /// Runs what `self.input` holds and waits for it; `noise` is what picks are drawn with, if they are.

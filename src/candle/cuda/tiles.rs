@@ -5,7 +5,7 @@ use candle_core::DType;
 use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::{self, CUdeviceptr};
 
-use super::device::{Clusters, Gpu};
+use super::device::{Clusters, Gpu, allow_shared_memory};
 use super::kernels::parameters;
 use super::products::{Operands, Product};
 use crate::candle::Result;
@@ -52,16 +52,13 @@ impl Tiles {
         let suits = shape.inputs.is_multiple_of(8) && shape.outputs.is_multiple_of(16);
         let rows = ROWS.into_iter().find(|&rows| suits && rows >= shape.rows);
         let Some(rows) = rows else { return Ok(ways) };
+        let memory = gpu.shared_memory()?.0 - STATIC_BYTES;
         // The most rows have too many sums for three warpgroups.
         for warpgroups in if rows == ROWS[5] { 2..=2 } else { 2..=3 } {
             let name = format!("product_{rows}_{warpgroups}_{}", shape.dtype.as_str());
             let function = module.load_function(&name)?;
-            let memory = gpu.shared_memory()?.0 - STATIC_BYTES;
             let Some((stages, shared_bytes)) = stages(rows, warpgroups, memory) else { continue };
-            function.set_attribute(
-                sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
-                shared_bytes as i32,
-            )?;
+            allow_shared_memory(&function, shared_bytes)?;
             let tiles = shape.outputs.div_ceil(64 * warpgroups);
             for splits in 1..=MAX_SPLITS.min(shape.inputs.div_ceil(COLUMNS)) {
                 let clusters = clusters(splits, shared_bytes);

@@ -91,8 +91,8 @@ impl Attention {
             scale: (heads.size as f32).powf(-0.5),
         };
         match &self.by {
-            By::Warpgroups(warpgroups) => warpgroups.run(gpu, call, inputs.rows, cached),
-            By::Warps(warps) => warps.run(gpu, call, inputs.rows, cached),
+            By::Warpgroups(warpgroups) => warpgroups.run(gpu, call, cached),
+            By::Warps(warps) => warps.run(gpu, call, cached),
             By::Rows(attend) => {
                 let Call { q, q_stride, out, prefix, mask, mask_words, group, scale, .. } = call;
                 let Cached { keys, values, .. } = cached;

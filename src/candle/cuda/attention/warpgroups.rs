@@ -2,11 +2,10 @@
 
 use candle_core::DType;
 use cudarc::driver::CudaFunction;
-use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 
 use super::{Cached, Call};
 use crate::candle::Result;
-use crate::candle::cuda::device::{Clusters, Gpu};
+use crate::candle::cuda::device::{Clusters, Gpu, allow_shared_memory};
 use crate::candle::cuda::kernels::{Heads, MAX_SLOTS, parameters};
 use crate::candle::cuda::tiles::{COLUMNS, map};
 
@@ -61,11 +60,10 @@ impl Warpgroups {
         }
         let name = format!("attend_{head_dim}_{}", dtype.as_str());
         let function = modules.attention.load_function(&name)?;
-        let (block_memory, memory) = gpu.shared_memory()?;
-        function
-            .set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, block_memory as i32)?;
+        let (whole, half) = gpu.shared_memory()?;
+        allow_shared_memory(&function, whole)?;
         let mut shapes = Vec::new();
-        for (sharing, memory) in [(1, block_memory), (2, memory / 2 - 1024)] {
+        for (sharing, memory) in [(1, whole), (2, half)] {
             for warpgroups in 1..=MAX_WARPGROUPS {
                 let bytes = |stages, splits| {
                     shared_bytes(head_dim, warpgroups, stages, splits, MAX_SLOTS.div_ceil(64))
@@ -108,10 +106,10 @@ impl Warpgroups {
         best.expect("there is memory for a warpgroup").1
     }
 
-    pub(super) fn run(&self, gpu: &Gpu, call: Call, rows: usize, cached: Cached) -> Result<()> {
+    pub(super) fn run(&self, gpu: &Gpu, call: Call, cached: Cached) -> Result<()> {
         let Call { q, q_stride, out, prefix, mask, mask_words, width, group, scale } = call;
         let heads = self.heads;
-        let Split { warpgroups, stages, tiles, splits } = self.split(rows);
+        let Split { warpgroups, stages, tiles, splits } = self.split(width as usize);
         let row = heads.kv_size();
         // A tile has all planes of 64 columns that a head has.
         let planes = |address| {

@@ -1,11 +1,10 @@
 //! Attention whose warps use tensor cores each for itself: `kernels/attention.cu`.
 
 use cudarc::driver::CudaFunction;
-use cudarc::driver::sys::CUfunction_attribute_enum::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
 
 use super::{Cached, Call};
 use crate::candle::Result;
-use crate::candle::cuda::device::{Buffer, Clusters, Gpu};
+use crate::candle::cuda::device::{Buffer, Clusters, Gpu, allow_shared_memory};
 use crate::candle::cuda::kernels::{Heads, parameters};
 
 /// Keys that a warp takes at a time, and steps of that in shared memory.
@@ -28,8 +27,8 @@ pub(super) struct Warps {
     multiprocessors: usize,
     /// How many tiles can be worked on at once with 1, 2, ... splits each.
     at_once: Vec<usize>,
-    /// What splits leave, where they cannot read each other's: sums and norms.
-    left: (Buffer, Buffer),
+    /// Where splits cannot read each other's sums and norms, what they leave of them.
+    left: Option<(Buffer, Buffer)>,
 }
 
 /// How a pass is split.
@@ -53,11 +52,10 @@ impl Warps {
     ) -> Result<Self> {
         let warps = if heads.size <= 128 { 6 } else { 4 };
         // Two blocks share a multiprocessor, unless it has too little memory.
-        let (block, all) = gpu.shared_memory()?;
-        let half = all / 2 - 1024;
+        let (block, half) = gpu.shared_memory()?;
         let least = shared_bytes(heads.size, warps, 1, MIN_STAGES);
         let (shared, blocks) = if half >= least { (half, 2) } else { (block, 1) };
-        attend.set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES, shared as i32)?;
+        allow_shared_memory(&attend, shared)?;
         let multiprocessors = gpu.multiprocessors()?;
         let at_once = |splits| {
             if !gpu.has_clusters() {
@@ -67,15 +65,15 @@ impl Warps {
             gpu.clusters_at_once(&attend, 32 * warps as u32, clusters)
         };
         let at_once = (1..=MAX_SPLITS).map(at_once).collect::<Result<_>>()?;
-        let left = (gpu.allocate(0)?, gpu.allocate(0)?);
-        let mut this = Self { attend, merge, heads, warps, shared, multiprocessors, at_once, left };
+        let mut this =
+            Self { attend, merge, heads, warps, shared, multiprocessors, at_once, left: None };
         if !gpu.has_clusters() {
             let needed = |width| {
                 let split = this.split(width);
                 heads.kv * split.splits * split.tiles * split.row_warps * 16
             };
             let rows = (1..=max_rows).map(needed).max().unwrap_or(0);
-            this.left = (gpu.allocate(2 * rows * heads.size)?, gpu.allocate(8 * rows)?);
+            this.left = Some((gpu.allocate(2 * rows * heads.size)?, gpu.allocate(8 * rows)?));
         }
         Ok(this)
     }
@@ -107,15 +105,18 @@ impl Warps {
         best.expect("there is memory for all warps over rows").1
     }
 
-    pub(super) fn run(&self, gpu: &Gpu, call: Call, rows: usize, cached: Cached) -> Result<()> {
+    pub(super) fn run(&self, gpu: &Gpu, call: Call, cached: Cached) -> Result<()> {
         let Call { q, q_stride, out, prefix, mask, mask_words, width, group, scale } = call;
         let (heads, Cached { keys, values, .. }) = (self.heads, cached);
-        let split = self.split(rows);
+        let split = self.split(width as usize);
         let clusters = Clusters {
             blocks: (split.splits as u32, 1),
             shared_bytes: shared_bytes(heads.size, split.row_warps, split.key_warps, split.stages),
         };
-        let (partial, norms) = (self.left.0.pointer(), self.left.1.pointer());
+        let (partial, norms) = match &self.left {
+            Some((partial, norms)) => (partial.pointer(), norms.pointer()),
+            None => (0, 0),
+        };
         let (row_warps, key_warps, stages) =
             (split.row_warps as i32, split.key_warps as i32, split.stages as i32);
         // SAFETY: the types are the kernel's; the caller sized the buffers for the pass, and what splits leave was sized
@@ -132,7 +133,7 @@ impl Warps {
                 ),
             )?;
         }
-        if gpu.has_clusters() {
+        if self.left.is_none() {
             return Ok(());
         }
         let splits = split.splits as i32;

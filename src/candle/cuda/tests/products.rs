@@ -21,7 +21,17 @@ fn rounded(dtype: DType, x: f64) -> f32 {
     }
 }
 
-/// The sums, what was there before, and what is expected of `shape`.
+/// `x w^T`, row by row.
+fn sums(x: &[f32], w: &[f32], rows: usize, inputs: usize, outputs: usize) -> Vec<f64> {
+    let sum = |at: usize| {
+        let x = &x[at / outputs * inputs..][..inputs];
+        let w = &w[at % outputs * inputs..][..inputs];
+        x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
+    };
+    (0..rows * outputs).map(sum).collect()
+}
+
+/// What is expected of `shape`, given the sums and what was there before.
 fn expected(shape: &Product, sums: &[f64], before: &[f32]) -> Vec<f32> {
     let Product { dtype, y_dtype, .. } = *shape;
     if shape.gated {
@@ -50,13 +60,7 @@ fn products_equal_the_hosts() {
             for rows in [1, 8, 9, 24, 33, 72, 65, 136, 129, 200, 252] {
                 let (x_buffer, x) = upload(&gpu, dtype, &random(&mut rng, rows * inputs));
                 let before = random(&mut rng, rows * outputs);
-                let sums: Vec<f64> = (0..rows * outputs)
-                    .map(|at| {
-                        let x = &x[at / outputs * inputs..][..inputs];
-                        let w = &w[(skipped + at % outputs) * inputs..][..inputs];
-                        x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
-                    })
-                    .collect();
+                let sums = sums(&x, &w[skipped * inputs..], rows, inputs, outputs);
                 for (y_dtype, add, gated) in [
                     (DType::F32, false, false),
                     (DType::F32, true, false),
@@ -114,12 +118,7 @@ fn what_is_planned_stays_right() {
             let y_dtype = if add { DType::F32 } else { dtype };
             let (x_buffer, x) = upload(&gpu, dtype, &random(&mut rng, rows * inputs));
             let before = random(&mut rng, rows * outputs);
-            let sums: Vec<f64> = (0..rows * outputs)
-                .map(|at| {
-                    let terms = x[at / outputs * inputs..].iter().zip(&w[at % outputs * inputs..]);
-                    terms.take(inputs).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
-                })
-                .collect();
+            let sums = sums(&x, &w, rows, inputs, outputs);
             let shape = Product { rows, inputs, outputs, skipped, dtype, y_dtype, add, gated };
             let scratch = upload(&gpu, dtype, &before).0;
             let place = Place { gates: Some((&scratch, &kernels)), before: &|| Ok(()) };

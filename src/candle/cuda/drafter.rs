@@ -8,7 +8,7 @@ use candle_core::DType;
 use super::device::{Buffer, Graph, Pinned};
 use super::draw::Couple;
 use super::kernels::{Kernels, MAX_TOP_K, TopK};
-use super::products::Product;
+use super::products::{Place, Product};
 use super::stack::{PassInput, Stack, TapInto, padded};
 use super::target::Shared;
 use super::weights::{Loader, Source, check};

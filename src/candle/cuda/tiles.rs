@@ -1,6 +1,8 @@
 //! Matrix products by a kernel of our own, for GPUs of compute capability 9.0 (`kernels/hopper/product.cuh`): it keeps up
 //! with the memory at more rows than cuBLASLt does, and asks for the weight before the kernels ahead of it are done.
 
+use std::ops::RangeInclusive;
+
 use candle_core::DType;
 use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::{self, CUdeviceptr};
@@ -10,8 +12,9 @@ use super::kernels::parameters;
 use super::products::{Operands, Product};
 use crate::candle::Result;
 
-/// Rows of `x` that there are kernels for.
+/// Rows of `x` that there are kernels for, and with how many warpgroups: more have no room for their sums.
 const ROWS: [usize; 6] = [8, 24, 40, 72, 136, 256];
+const WARPGROUPS: [RangeInclusive<usize>; 6] = [1..=3, 1..=3, 1..=3, 1..=3, 2..=3, 2..=2];
 
 /// Columns of a tile, and bytes of one of its rows.
 pub(super) const COLUMNS: usize = 64;
@@ -29,7 +32,7 @@ const MAX_SPLITS: usize = 6;
 #[derive(Debug)]
 pub(super) struct Tiles {
     function: CudaFunction,
-    /// Rows of a tile of `x`.
+    /// Rows of a tile of `x`, of which there may be several.
     rows: usize,
     /// Groups of four warps in a block, for 64 outputs each.
     warpgroups: usize,
@@ -50,20 +53,25 @@ impl Tiles {
             _ => return Ok(ways),
         };
         let suits = shape.inputs.is_multiple_of(8) && shape.outputs.is_multiple_of(16);
-        let rows = ROWS.into_iter().find(|&rows| suits && rows >= shape.rows);
-        let Some(rows) = rows else { return Ok(ways) };
+        let Some(widest) = ROWS.iter().position(|&rows| suits && rows >= shape.rows) else {
+            return Ok(ways);
+        };
         let memory = gpu.shared_memory()?.0 - STATIC_BYTES;
-        // The most rows have too many sums for three warpgroups.
-        for warpgroups in if rows == ROWS[5] { 2..=2 } else { 2..=3 } {
+        for (rows, warpgroups) in ROWS[..=widest]
+            .iter()
+            .zip(WARPGROUPS)
+            .flat_map(|(&rows, groups)| groups.map(move |groups| (rows, groups)))
+        {
             let name = format!("product_{rows}_{warpgroups}_{}", shape.dtype.as_str());
             let function = module.load_function(&name)?;
             let Some((stages, shared_bytes)) = stages(rows, warpgroups, memory) else { continue };
             allow_shared_memory(&function, shared_bytes)?;
-            let tiles = shape.outputs.div_ceil(64 * warpgroups);
+            let row_tiles = shape.rows.div_ceil(rows);
+            let tiles = shape.outputs.div_ceil(64 * warpgroups) * row_tiles;
             for splits in 1..=MAX_SPLITS.min(shape.inputs.div_ceil(COLUMNS)) {
                 let clusters = clusters(splits, shared_bytes);
                 let at_once = || gpu.clusters_at_once(&function, threads(warpgroups), clusters);
-                if splits == 1 || tiles <= at_once()? {
+                if (splits == 1 && row_tiles == 1) || tiles <= at_once()? {
                     let function = function.clone();
                     ways.push(Self { function, rows, warpgroups, splits, stages, shared_bytes });
                 }
@@ -89,7 +97,11 @@ impl Tiles {
         unsafe {
             gpu.launch_clusters(
                 &self.function,
-                (shape.outputs.div_ceil(tile_outputs) as u32, self.splits as u32, 1),
+                (
+                    shape.outputs.div_ceil(tile_outputs) as u32,
+                    self.splits as u32,
+                    shape.rows.div_ceil(self.rows) as u32,
+                ),
                 (threads(self.warpgroups), 1),
                 clusters(self.splits, self.shared_bytes),
                 parameters!(w, x, y, rows, inputs, outputs, stages, output),
@@ -98,11 +110,11 @@ impl Tiles {
     }
 }
 
-/// For messages of tests: warpgroups and splits.
+/// For messages of tests: rows, warpgroups and splits.
 #[cfg(test)]
 impl std::fmt::Display for Tiles {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}x{}", self.warpgroups, self.splits)
+        write!(f, "{}x{}x{}", self.rows, self.warpgroups, self.splits)
     }
 }
 

@@ -1,9 +1,10 @@
 // Products of few rows with a large weight: y = x w^T, or y += x w^T, where `x` is [rows, inputs], `w` [outputs, inputs] and `y`
 // [rows, outputs]. The weight is read once and sets the time, so everything here serves to keep its copies going.
 //
-// A block has 64 * WARPGROUPS outputs and all rows, as a tile of y^T: a warpgroup multiplies 64 rows of `w` with N rows of
-// `x`, those beyond `rows` being zero. One more warp asks for the tiles. Parts of the inputs are shared out over the blocks
-// of a cluster, each of which adds up the sums of some rows, in order.
+// A block has 64 * WARPGROUPS outputs and N rows, as a tile of y^T: a warpgroup multiplies 64 rows of `w` with N rows of `x`,
+// those beyond `rows` being zero. One more warp asks for the tiles. Parts of the inputs are shared out over the blocks of a
+// cluster, each of which adds up the sums of some rows, in order. A weight so small that its outputs leave the GPU idle is
+// read by several blocks, for N rows each.
 //
 // The weight's first tiles are asked for before the kernels ahead are done. Sums begin with what they are added to, so that it
 // is on its way together with the first tiles of `x`.
@@ -88,7 +89,7 @@ __device__ __forceinline__ void add_up(float4 (&sums)[COUNT], const float *(&at)
 // Blocks of a grid that leaves the GPU room for those of the next kernel.
 constexpr int FEW_BLOCKS = 64;
 
-// Grid (tiles of outputs; splits of the inputs), in clusters of all splits of a tile.
+// Grid (tiles of outputs; splits of the inputs; tiles of rows), in clusters of all splits of a tile.
 // Shared memory: 1,024 bytes, and `stages` tiles of `w` and `x` or, if that is more, [N, 64 * WARPGROUPS + 4] floats.
 template <typename T, int N, int WARPGROUPS>
 __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int rows, int inputs, int outputs,
@@ -105,8 +106,13 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     int splits = gridDim.y, split = blockIdx.y, first_output = blockIdx.x * OUTPUTS;
     int all = (inputs + COLUMNS - 1) / COLUMNS;
     int begin = all * split / splits, count = all * (split + 1) / splits - begin;
+    int x_row = blockIdx.z * N;
+    bool is_f32 = output == AS_F32 || output == ADDED_TO_F32;
+    rows = min(rows - x_row, N);
+    y = static_cast<char *>(y) +
+        (size_t)x_row * (output == GATED ? outputs / 2 : outputs) * (is_f32 ? sizeof(float) : sizeof(T));
     // Otherwise not before this block's tiles have come: their blocks would take what this grid needs.
-    bool few = gridDim.x * gridDim.y <= FEW_BLOCKS;
+    bool few = gridDim.x * gridDim.y * gridDim.z <= FEW_BLOCKS;
     if (few)
         dependents_may_start();
 
@@ -126,7 +132,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
                 copy_tile(w_tile(stage), &w, &full[stage], (begin + i) * COLUMNS, first_output, READ_ONCE);
             };
             auto ask_x = [&](int i, int stage) {
-                copy_tile(x_tile(stage), &x, &full[stage], (begin + i) * COLUMNS, 0, READ_AGAIN);
+                copy_tile(x_tile(stage), &x, &full[stage], (begin + i) * COLUMNS, x_row, READ_AGAIN);
             };
             int ahead = min(stages, count);
             for (int i = 0; i < ahead; ++i)
@@ -198,7 +204,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         dependents_may_start();
 
     auto warpgroups_meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(128 * WARPGROUPS) : "memory"); };
-    if (splits == 1 && (output == AS_F32 || output == ADDED_TO_F32)) {
+    if (splits == 1 && is_f32) {
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
@@ -262,7 +268,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         }
     } else {
         // As many at once as leave registers to the kernels around.
-        constexpr int UNITS = OUTPUTS / 4, BATCH = WARPGROUPS == 2 ? 3 : 1;
+        constexpr int UNITS = OUTPUTS / 4, BATCH = WARPGROUPS < 3 ? 3 : 1;
         for (int start = threadIdx.x; start < own_rows * UNITS; start += BATCH * 128 * WARPGROUPS) {
             const float *at[BATCH];
             size_t to[BATCH];
@@ -296,12 +302,16 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         product<T, N, WARPGROUPS>(w, x, y, rows, inputs, outputs, stages, output);                                     \
     }
 #define PRODUCTS(T)                                                                                                    \
+    PRODUCT(T, 8, 1)                                                                                                   \
     PRODUCT(T, 8, 2)                                                                                                   \
     PRODUCT(T, 8, 3)                                                                                                   \
+    PRODUCT(T, 24, 1)                                                                                                  \
     PRODUCT(T, 24, 2)                                                                                                  \
     PRODUCT(T, 24, 3)                                                                                                  \
+    PRODUCT(T, 40, 1)                                                                                                  \
     PRODUCT(T, 40, 2)                                                                                                  \
     PRODUCT(T, 40, 3)                                                                                                  \
+    PRODUCT(T, 72, 1)                                                                                                  \
     PRODUCT(T, 72, 2)                                                                                                  \
     PRODUCT(T, 72, 3)                                                                                                  \
     PRODUCT(T, 136, 2)                                                                                                 \

@@ -253,25 +253,6 @@ impl Gpu {
         Ok(())
     }
 
-    /// Asks for a copy of the first `bytes` of `from` to the host, to be read after the next wait.
-    pub(super) fn copy_out<T: bytes::Plain>(
-        &self,
-        from: &Buffer,
-        to: &Pinned<T>,
-        bytes: usize,
-    ) -> Result<()> {
-        assert!(
-            bytes <= from.bytes && bytes <= to.len * size_of::<T>(),
-            "the copy fits both sides"
-        );
-        // SAFETY: checked above; pinned memory is freed only after the stream has been waited for.
-        unsafe {
-            let to = std::slice::from_raw_parts_mut(to.pointer.cast::<u8>(), bytes);
-            result::memcpy_dtoh_async(to, from.pointer, self.0.stream.cu_stream())?;
-        }
-        Ok(())
-    }
-
     /// Asks for a copy within the GPU.
     pub(super) fn copy(&self, from: CUdeviceptr, to: &Buffer, bytes: usize) -> Result<()> {
         assert!(bytes <= to.bytes, "the copy fits its target");
@@ -279,16 +260,6 @@ impl Gpu {
         // SAFETY: the caller names live memory.
         unsafe {
             result::memcpy_dtod_async(to.pointer, from, bytes, self.0.stream.cu_stream())?;
-        }
-        Ok(())
-    }
-
-    /// Asks for zeroes in the first `bytes` of a buffer.
-    pub(super) fn clear(&self, buffer: &Buffer, bytes: usize) -> Result<()> {
-        assert!(bytes <= buffer.bytes, "the range is within the buffer");
-        // SAFETY: checked above.
-        unsafe {
-            result::memset_d8_async(buffer.pointer, 0, bytes, self.0.stream.cu_stream())?;
         }
         Ok(())
     }
@@ -565,10 +536,16 @@ pub(super) struct Pinned<T> {
 }
 
 impl<T: bytes::Plain> Pinned<T> {
-    /// The elements. What the stream copies here is there after the next wait.
+    /// The elements. What the GPU writes here is there after the next wait.
     pub(super) fn as_slice(&self) -> &[T] {
         // SAFETY: `pointer` holds `len` elements, zeroed when they were made.
         unsafe { std::slice::from_raw_parts(self.pointer, self.len) }
+    }
+
+    /// Where the GPU writes the elements itself: they are there after the next wait.
+    pub(super) fn device(&self) -> CUdeviceptr {
+        // Memory of `cuMemHostAlloc` has the same address on both sides.
+        self.pointer as CUdeviceptr
     }
 
     /// The elements. The caller has waited for copies that read them.

@@ -5,9 +5,9 @@ use std::rc::Rc;
 
 use candle_core::DType;
 
-use super::device::{Buffer, Graph, Pinned};
+use super::device::{Buffer, Graph};
 use super::draw::Couple;
-use super::kernels::{Kernels, MAX_TOP_K, TopK};
+use super::kernels::{Kernels, TopK};
 use super::products::{Place, Product};
 use super::stack::{PassInput, Stack, TapInto, padded};
 use super::target::Shared;
@@ -37,8 +37,6 @@ pub struct CudaDFlash {
     top_k: TopK,
     logits: Buffer,
     block: PassInput,
-    ids: Pinned<u32>,
-    log_probs: Pinned<f32>,
     /// By whether drafts are coupled.
     drafts: BTreeMap<bool, Graph>,
     observe: BTreeMap<usize, Graph>,
@@ -120,8 +118,6 @@ impl CudaDFlash {
             top_k: TopK::new(gpu, DType::F32, depths, shared.vocab_size, k)?,
             logits: gpu.allocate(4 * width * shared.vocab_size)?,
             block: PassInput::new(gpu, width)?,
-            ids: gpu.pinned(depths * MAX_TOP_K)?,
-            log_probs: gpu.pinned(depths * MAX_TOP_K)?,
             drafts: BTreeMap::new(),
             observe: BTreeMap::new(),
             stack,
@@ -154,10 +150,7 @@ impl CudaDFlash {
         if coupled {
             self.couple.run(gpu, inputs.positions, logits, depths)?;
         }
-        self.top_k.run(gpu, logits, depths)?;
-        let bytes = 4 * depths * self.top_k.k();
-        gpu.copy_out(&self.top_k.ids, &self.ids, bytes)?;
-        gpu.copy_out(&self.top_k.log_probs, &self.log_probs, bytes)
+        self.top_k.run(gpu, logits, depths)
     }
 
     /// Asks for everything that an observation of `width` rows does on the GPU, once their taps are there.
@@ -317,11 +310,10 @@ impl Drafter<CudaTaps> for CudaDFlash {
         gpu.synchronize()?;
         self.block.landed();
         self.context.input.landed();
-        let (k, wanted) = (self.top_k.k(), request.top_k().min(self.top_k.k()));
+        let wanted = request.top_k().min(self.top_k.k());
         for depth in 0..horizon {
-            let entries = depth * k..depth * k + wanted;
-            proposal
-                .push(&self.ids.as_slice()[entries.clone()], &self.log_probs.as_slice()[entries])?;
+            let (ids, log_probs) = self.top_k.row(depth);
+            proposal.push(&ids[..wanted], &log_probs[..wanted])?;
         }
         proposal.set_coupled(coupled);
         Ok(())

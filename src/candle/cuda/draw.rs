@@ -80,14 +80,15 @@ impl Draw {
         gpu: &Gpu,
         inputs: &Inputs,
         logits: &Buffer,
-        picks: &Buffer,
+        picks: &Pinned<u64>,
     ) -> Result<()> {
         assert!(inputs.rows * 4 <= self.counters.bytes(), "made for fewer rows");
+        assert!(inputs.rows <= picks.as_slice().len(), "picks have a place");
         let draws = self.settings.send(gpu)?;
         let (logits, positions) = (logits.pointer(), inputs.positions);
         let (bounds, known) = (self.bounds.pointer(), self.known.pointer());
         let (maxima, bests) = (self.maxima.pointer(), self.bests.pointer());
-        let (counters, picks, size) = (self.counters.pointer(), picks.pointer(), self.size as i32);
+        let (counters, picks, size) = (self.counters.pointer(), picks.device(), self.size as i32);
         let grid = (self.size.div_ceil(PART) as u32, inputs.rows as u32, 1);
         // SAFETY: the types are the kernel's; the caller's logits and picks have the rows of `inputs`.
         unsafe {

@@ -5,7 +5,7 @@ use candle_core::DType;
 use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::CUdeviceptr;
 
-use super::device::{Buffer, Gpu};
+use super::device::{Buffer, Gpu, Pinned};
 use crate::candle::{Error, Result};
 
 /// Entries of a row that `top_k` can select at most.
@@ -305,38 +305,54 @@ fn row_threads(size: usize) -> u32 {
     (size.div_ceil(8).next_multiple_of(32)).min(1024) as u32
 }
 
-/// The greatest entry of each row of logits: packed on the GPU, a token id on the host.
+/// The greatest entry of each row of logits: packed by the GPU, a token id on the host.
 #[derive(Debug)]
 pub(super) struct Argmax {
     function: CudaFunction,
-    packed: Buffer,
+    bests: Buffer,
+    counters: Buffer,
+    size: usize,
 }
 
 impl Argmax {
-    pub(super) fn new(gpu: &Gpu, dtype: DType, max_rows: usize) -> Result<Self> {
+    /// For `max_rows` rows of `size` entries.
+    pub(super) fn new(gpu: &Gpu, dtype: DType, max_rows: usize, size: usize) -> Result<Self> {
         let name = format!("argmax_{}", dtype.as_str());
-        let function = gpu.modules().select.load_function(&name)?;
-        Ok(Self { function, packed: gpu.allocate(8 * max_rows)? })
+        Ok(Self {
+            function: gpu.modules().select.load_function(&name)?,
+            bests: gpu.allocate(8 * max_rows * Self::parts(1, size))?,
+            counters: gpu.allocate(4 * max_rows)?,
+            size,
+        })
     }
 
-    /// Fills [`packed`](Self::packed) for the first `rows` rows.
-    pub(super) fn run(&self, gpu: &Gpu, logits: &Buffer, rows: usize, size: usize) -> Result<()> {
-        gpu.clear(&self.packed, 8 * rows)?;
-        let parts = size.div_ceil(4 * 256 * 8).min(64);
-        let (logits, packed, count) = (logits.pointer(), self.packed.pointer(), size as i32);
-        // SAFETY: the caller's logits are `rows` rows of `size`.
+    /// Blocks that share a row: two to eight loads a thread.
+    fn parts(rows: usize, size: usize) -> usize {
+        size.div_ceil(4 * 256 * rows.clamp(2, 8))
+    }
+
+    /// Asks for the packed picks of the first `rows` rows.
+    pub(super) fn run(
+        &self,
+        gpu: &Gpu,
+        logits: &Buffer,
+        rows: usize,
+        picks: &Pinned<u64>,
+    ) -> Result<()> {
+        assert!(4 * rows <= self.counters.bytes(), "made for fewer rows");
+        assert!(rows <= picks.as_slice().len(), "picks have a place");
+        let (bests, counters) = (self.bests.pointer(), self.counters.pointer());
+        let (logits, picks) = (logits.pointer(), picks.device());
+        let (parts, size) = (Self::parts(rows, self.size) as u32, self.size as i32);
+        // SAFETY: the caller's logits are `rows` rows of the size that this was made for.
         unsafe {
-            gpu.launch(
+            gpu.launch_early(
                 &self.function,
-                (parts as u32, rows as u32, 1),
+                (parts, rows as u32, 1),
                 (256, 1),
-                parameters!(logits, packed, count),
+                parameters!(logits, bests, counters, picks, size),
             )
         }
-    }
-
-    pub(super) fn packed(&self) -> &Buffer {
-        &self.packed
     }
 
     /// The token of a packed entry; `None` for NaN, +inf and a row of -inf.
@@ -348,15 +364,15 @@ impl Argmax {
     }
 }
 
-/// The best entries of each row of logits and their log-probabilities.
+/// The best entries of each row of logits and their log-probabilities, in memory of the host.
 #[derive(Debug)]
 pub(super) struct TopK {
     chunk_best: CudaFunction,
     function: CudaFunction,
     keys: Buffer,
     norms: Buffer,
-    pub(super) ids: Buffer,
-    pub(super) log_probs: Buffer,
+    ids: Pinned<u32>,
+    log_probs: Pinned<f32>,
     size: usize,
     k: usize,
     max_rows: usize,
@@ -385,8 +401,8 @@ impl TopK {
             function: load("top_k")?,
             keys: gpu.allocate(4 * max_rows * chunks)?,
             norms: gpu.allocate(8 * max_rows * chunks)?,
-            ids: gpu.allocate(4 * max_rows * k)?,
-            log_probs: gpu.allocate(4 * max_rows * k)?,
+            ids: gpu.pinned(max_rows * k)?,
+            log_probs: gpu.pinned(max_rows * k)?,
             size,
             k,
             max_rows,
@@ -397,17 +413,23 @@ impl TopK {
         self.k
     }
 
-    /// Fills [`ids`](Self::ids) and [`log_probs`](Self::log_probs) for `rows` rows at `logits`.
+    /// The best entries of a row, best first, once what [`run`](Self::run) asked for has been waited for.
+    pub(super) fn row(&self, row: usize) -> (&[u32], &[f32]) {
+        let entries = row * self.k..(row + 1) * self.k;
+        (&self.ids.as_slice()[entries.clone()], &self.log_probs.as_slice()[entries])
+    }
+
+    /// Asks for the best entries of `rows` rows at `logits`.
     pub(super) fn run(&self, gpu: &Gpu, logits: CUdeviceptr, rows: usize) -> Result<()> {
         assert!(rows <= self.max_rows, "made for fewer rows");
         let chunks = self.size.div_ceil(CHUNK);
         let (keys, norms) = (self.keys.pointer(), self.norms.pointer());
-        let (ids, log_probs) = (self.ids.pointer(), self.log_probs.pointer());
+        let (ids, log_probs) = (self.ids.device(), self.log_probs.device());
         let parts = chunks.div_ceil(4 * 8) as u32;
         let (size, chunks, k) = (self.size as i32, chunks as i32, self.k as i32);
         // SAFETY: the caller's logits are `rows` rows of the size that the rest was made for.
         unsafe {
-            gpu.launch(
+            gpu.launch_early(
                 &self.chunk_best,
                 (parts, rows as u32, 1),
                 (256, 1),

@@ -22,7 +22,7 @@ const TIMED_WEIGHTS: usize = 8;
 const TIMED_RUNS: usize = 3;
 
 /// Ways of ours that are kept for the choice in a whole pass, and how much of the pass's time a way may leave to be taken.
-const KEPT_TILES: usize = 2;
+const KEPT_TILES: usize = 4;
 const FASTER: f64 = 0.997;
 
 /// `CUBLAS_OP_T`.

@@ -255,7 +255,7 @@ impl CudaTarget {
             tap_rows: gpu.allocate(element * width * taps.len() * hidden)?,
             pool: Rc::default(),
             logits: gpu.allocate(4 * width * vocab_size)?,
-            argmax: Argmax::new(gpu, DType::F32, width)?,
+            argmax: Argmax::new(gpu, DType::F32, width, vocab_size)?,
             draw: Draw::new(gpu, width, vocab_size)?,
             top_two: TopK::new(gpu, DType::F32, 1, vocab_size, 2.min(vocab_size))?,
             input: PassInput::new(gpu, width)?,
@@ -282,11 +282,13 @@ impl CudaTarget {
             return Err(Error::argument("slot", slot, format!("below {width}")));
         }
         self.top_two.run(gpu, self.logits.at(4 * slot * self.shared.vocab_size), 1)?;
-        let (mut ids, mut log_probs) = ([0u32; 2], [f32::NEG_INFINITY; 2]);
-        let k = self.top_two.k();
-        gpu.download(&self.top_two.ids, &mut ids[..k])?;
-        gpu.download(&self.top_two.log_probs, &mut log_probs[..k])?;
-        Ok([(ids[0], log_probs[0]), (ids[1], log_probs[1])])
+        gpu.synchronize()?;
+        let (ids, log_probs) = self.top_two.row(0);
+        let mut found = [(0, f32::NEG_INFINITY); 2];
+        for (found, (&id, &log_prob)) in found.iter_mut().zip(ids.iter().zip(log_probs)) {
+            *found = (id, log_prob);
+        }
+        Ok(found)
     }
 
     /// The logits of a row of the last pass.
@@ -312,11 +314,10 @@ impl CudaTarget {
         self.stack.forward(&inputs, &self.shared.embed_tokens, taps)?;
         self.head(width)?;
         if drawn {
-            self.draw.run(gpu, &inputs, &self.logits, self.argmax.packed())?;
+            self.draw.run(gpu, &inputs, &self.logits, &self.packed)
         } else {
-            self.argmax.run(gpu, &self.logits, width, self.shared.vocab_size)?;
+            self.argmax.run(gpu, &self.logits, width, &self.packed)
         }
-        gpu.copy_out(self.argmax.packed(), &self.packed, 8 * width)
     }
 
     fn head(&self, width: usize) -> Result<()> {

@@ -117,24 +117,28 @@ fn picks_equal_the_hosts() {
     for dtype in TYPES {
         for size in [1, 2, 31, 1003, 4096, 49_152, 151_936] {
             let rows = rows(&mut rng, size);
-            let argmax = Argmax::new(&gpu, dtype, rows.len()).unwrap();
+            let argmax = Argmax::new(&gpu, dtype, rows.len(), size).unwrap();
             let (logits, rounded) = upload(&gpu, dtype, &rows.concat());
-            argmax.run(&gpu, &logits, rows.len(), size).unwrap();
-            let mut packed = vec![0u64; rows.len()];
-            gpu.download(argmax.packed(), &mut packed).unwrap();
-            for (row, (packed, logits)) in packed.iter().zip(rounded.chunks(size)).enumerate() {
-                let expected = top_k::argmax(logits).ok().map(|(token, _)| token);
-                assert_eq!(Argmax::token(*packed), expected, "{dtype:?} {size} row {row}");
+            let picks = gpu.pinned(rows.len()).unwrap();
+            // All rows, and then fewer: the counters have to be as they were.
+            for count in [rows.len(), 1, 3] {
+                argmax.run(&gpu, &logits, count, &picks).unwrap();
+                gpu.synchronize().unwrap();
+                for (row, logits) in rounded.chunks(size).take(count).enumerate() {
+                    let expected = top_k::argmax(logits).ok().map(|(token, _)| token);
+                    let found = Argmax::token(picks.as_slice()[row]);
+                    assert_eq!(found, expected, "{dtype:?} {size} row {row} of {count}");
+                }
             }
         }
         for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
-            let argmax = Argmax::new(&gpu, dtype, 1).unwrap();
             let mut row = random(&mut rng, 5000);
             row[4321] = bad;
-            argmax.run(&gpu, &upload(&gpu, dtype, &row).0, 1, row.len()).unwrap();
-            let mut packed = [0u64];
-            gpu.download(argmax.packed(), &mut packed).unwrap();
-            assert_eq!(Argmax::token(packed[0]), None, "{dtype:?} {bad}");
+            let argmax = Argmax::new(&gpu, dtype, 1, row.len()).unwrap();
+            let (logits, picks) = (upload(&gpu, dtype, &row).0, gpu.pinned(1).unwrap());
+            argmax.run(&gpu, &logits, 1, &picks).unwrap();
+            gpu.synchronize().unwrap();
+            assert_eq!(Argmax::token(picks.as_slice()[0]), None, "{dtype:?} {bad}");
         }
     }
 }
@@ -157,14 +161,8 @@ fn top_k_equals_a_full_sort() {
             let rows = rows(&mut rng, size);
             let kernel = TopK::new(&gpu, dtype, rows.len(), size, k).unwrap();
             let (logits, rounded) = upload(&gpu, dtype, &rows.concat());
-            // Twice: the counters have to be as they were.
-            for _ in 0..2 {
-                kernel.run(&gpu, logits.pointer(), rows.len()).unwrap();
-            }
-            let mut ids = vec![0u32; rows.len() * k];
-            let mut log_probs = vec![0f32; rows.len() * k];
-            gpu.download(&kernel.ids, &mut ids).unwrap();
-            gpu.download(&kernel.log_probs, &mut log_probs).unwrap();
+            kernel.run(&gpu, logits.pointer(), rows.len()).unwrap();
+            gpu.synchronize().unwrap();
             for (row, logits) in rounded.chunks(size).enumerate() {
                 let mut order: Vec<u32> = (0..size as u32).collect();
                 order.sort_by(|&a, &b| {
@@ -172,9 +170,10 @@ fn top_k_equals_a_full_sort() {
                     y.partial_cmp(&x).unwrap().then(a.cmp(&b))
                 });
                 let what = format!("{dtype:?} {size} top {k} row {row}");
-                assert_eq!(ids[row * k..][..k], order[..k], "{what}");
+                let (ids, log_probs) = kernel.row(row);
+                assert_eq!(ids, &order[..k], "{what}");
                 let sum = top_k::log_sum_exp(logits).unwrap();
-                for (&id, &found) in order.iter().zip(&log_probs[row * k..][..k]) {
+                for (&id, &found) in order.iter().zip(log_probs) {
                     let expected = (f64::from(logits[id as usize]) - sum) as f32;
                     let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
                     assert!(near || found == expected, "{what}: {found} for {expected}");
@@ -466,7 +465,8 @@ fn kernel_times_of(
     let (normed, gate_up, activated) =
         (filled(144 * hidden), filled(144 * 2 * intermediate), filled(144 * intermediate));
     let logits = gpu.upload(&random(&mut StdRng::seed_from_u64(9), 144 * vocab_size)).unwrap();
-    let argmax = Argmax::new(gpu, DType::F32, 144).unwrap();
+    let argmax = Argmax::new(gpu, DType::F32, 144, vocab_size).unwrap();
+    let picks = gpu.pinned(144).unwrap();
     let top_k = TopK::new(gpu, DType::F32, 15, vocab_size, 64).unwrap();
     eprintln!(
         "{heads:?}, hidden {hidden}, prefix {prefix}\nwidth  attend    norm    rope    silu  argmax   top_k"
@@ -515,7 +515,7 @@ fn kernel_times_of(
             kernels.rope_store(gpu, &inputs, qkv.pointer(), heads, &how)
         });
         let silu = time(&|_| kernels.silu_mul(gpu, &gate_up, &activated, rows * intermediate));
-        let pick = time(&|_| argmax.run(gpu, &logits, rows, vocab_size));
+        let pick = time(&|_| argmax.run(gpu, &logits, rows, &picks));
         let select = time(&|_| top_k.run(gpu, logits.pointer(), 15));
         eprintln!(
             "{rows:>5}  {attend:>6.2}  {norm:>6.2}  {rotate:>6.2}  {silu:>6.2}  {pick:>6.2}  {select:>6.2}"

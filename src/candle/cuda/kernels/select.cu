@@ -3,9 +3,20 @@
 #include "common.cuh"
 #include "keys.cuh"
 
-// best[row] = the greatest packed entry of the row; `best` is zero before. Grid (parts, rows).
-template <typename T> __device__ void argmax(const T *logits, unsigned long long *best, int size) {
+__device__ __forceinline__ uint64_t warp_greatest(uint64_t x) {
+    for (int offset = 16; offset > 0; offset /= 2)
+        x = max(x, __shfl_xor_sync(FULL_WARP, x, offset));
+    return x;
+}
+
+// best[row] = the greatest packed entry of the row, in memory of the host. `bests` has an entry per part and row, `counters` one
+// zero a row, and has it again afterwards. Grid (parts, rows).
+template <typename T>
+__device__ void argmax(const T *logits, uint64_t *bests, unsigned *counters, uint64_t *best, int size) {
+    __shared__ uint64_t found[32];
     size_t row = blockIdx.y;
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    inputs_ready();
     logits += row * size;
     uint64_t mine = 0;
     for (int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x); i < size; i += 4 * gridDim.x * blockDim.x) {
@@ -22,10 +33,24 @@ template <typename T> __device__ void argmax(const T *logits, unsigned long long
         mine = max(mine, pack(order(x.z), i + 2));
         mine = max(mine, pack(order(x.w), i + 3));
     }
-    for (int offset = 16; offset > 0; offset /= 2)
-        mine = max(mine, __shfl_xor_sync(FULL_WARP, mine, offset));
-    if (threadIdx.x % 32 == 0)
-        atomicMax(best + row, (unsigned long long)mine);
+    mine = warp_greatest(mine);
+    if (lane == 0)
+        found[warp] = mine;
+    __syncthreads();
+    bests += row * gridDim.x;
+    if (warp == 0) {
+        mine = warp_greatest(lane < blockDim.x / 32 ? found[lane] : uint64_t(0));
+        if (lane == 0)
+            bests[blockIdx.x] = mine;
+    }
+    if (!last_block(counters + row, gridDim.x) || warp > 0)
+        return;
+    mine = 0;
+    for (int part = lane; part < gridDim.x; part += 32)
+        mine = max(mine, (uint64_t)__ldcg(reinterpret_cast<unsigned long long *>(bests) + part));
+    mine = warp_greatest(mine);
+    if (lane == 0)
+        best[row] = mine;
 }
 
 // Entries of a chunk, of which a warp has four a lane.
@@ -37,6 +62,7 @@ __device__ void chunk_best(const T *logits, uint32_t *keys, float2 *norms, int s
     int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     size_t row = blockIdx.y;
     logits += row * size;
+    inputs_ready();
     for (int chunk = blockIdx.x * warps + threadIdx.x / 32; chunk < chunks; chunk += gridDim.x * warps) {
         int first = chunk * CHUNK + lane * 4, real = min(max(size - first, 0), 4);
         float x[4] = {NEG_INF, NEG_INF, NEG_INF, NEG_INF};
@@ -74,60 +100,10 @@ __device__ void chunk_best(const T *logits, uint32_t *keys, float2 *norms, int s
 
 constexpr int THREADS = 512;
 constexpr int MAX_K = 64;
+// Chunks of a thread whose keys it keeps.
+constexpr int AT_ONCE = 4;
 // Entries that are sorted at most.
-constexpr int SORTED = 1024;
-
-// The greatest digit at or above which there are at least `rank` counts, and how many lie above it. One warp.
-__device__ void find_digit(const int *histogram, int rank, int *digit, int *above) {
-    int lane = threadIdx.x, sum = 0;
-    for (int i = 0; i < 8; ++i)
-        sum += histogram[255 - (8 * lane + i)];
-    int upto = sum;
-    for (int offset = 1; offset < 32; offset *= 2) {
-        int other = __shfl_up_sync(FULL_WARP, upto, offset);
-        if (lane >= offset)
-            upto += other;
-    }
-    int before = upto - sum;
-    if (before < rank && rank <= upto) {
-        int i = 0;
-        while (before + histogram[255 - (8 * lane + i)] < rank)
-            before += histogram[255 - (8 * lane + i++)];
-        *digit = 255 - (8 * lane + i);
-        *above = before;
-    }
-}
-
-// The `rank`-th greatest of all threads' 48-bit keys `key(0)` to `key(count - 1)`, digit by digit. `count` is the same for
-// all threads.
-template <typename Key> __device__ uint64_t kth_greatest(Key key, int count, int rank) {
-    __shared__ int histogram[256];
-    __shared__ int digit, above;
-    int t = threadIdx.x;
-    uint64_t found = 0;
-    for (int shift = 40; shift >= 0; shift -= 8) {
-        if (t < 256)
-            histogram[t] = 0;
-        __syncthreads();
-#pragma unroll 1
-        for (int j = 0; j < count; ++j) {
-            bool match = (key(j) ^ found) >> (shift + 8) == 0;
-            // The leading digits of logits are nearly all the same: one addition for the lanes that agree.
-            unsigned bin = match ? (unsigned)(key(j) >> shift) & 255 : 256;
-            unsigned peers = __match_any_sync(FULL_WARP, bin);
-            if (match && t % 32 == __ffs(peers) - 1)
-                atomicAdd(histogram + bin, __popc(peers));
-        }
-        __syncthreads();
-        if (t < 32)
-            find_digit(histogram, rank, &digit, &above);
-        __syncthreads();
-        found |= (uint64_t)digit << shift;
-        rank -= above;
-        __syncthreads();
-    }
-    return found;
-}
+constexpr int SORTED = THREADS;
 
 // Sum over the threads before this one.
 __device__ __forceinline__ int sum_before(int x) {
@@ -147,8 +123,39 @@ __device__ __forceinline__ int sum_before(int x) {
     return before;
 }
 
-// Log-probabilities and ids of the `k` best entries of each row, best first, from what `chunk_best` left. One block per row;
-// there are fewer than 2^16 chunks.
+// Calls `take(j, place)` for the `wanted` greatest of all threads' keys `key(0)` to `key(count - 1)`, of which there are more;
+// of equal ones, for those of earlier threads, and earlier ones of a thread. Places are in that order. `count` is the same for
+// all threads. Returns a bound: keys that are taken are not below it, and it is not above the least of them.
+template <typename Key, typename Take>
+__device__ uint32_t select(Key key, int count, int wanted, Take take) {
+    uint32_t bound = 0;
+    int reached = 0;
+    for (uint32_t bit = 1u << 31; bit > 0 && reached != wanted; bit /= 2) {
+        int above = 0;
+        for (int j = 0; j < count; ++j)
+            above += __syncthreads_count(key(j) >= (bound | bit));
+        if (above >= wanted)
+            bound |= bit, reached = above;
+    }
+    int greater = 0, equal = 0, equal_left = wanted;
+    for (int j = 0; j < count; ++j) {
+        greater += key(j) > bound;
+        equal += key(j) == bound;
+    }
+    equal_left -= sum_before(equal);
+    for (int j = 0; j < count; ++j)
+        equal_left -= __syncthreads_count(key(j) > bound);
+    equal_left = max(equal_left, 0);
+    int place = sum_before(greater + min(equal, equal_left));
+    for (int j = 0; j < count; ++j)
+        if (key(j) > bound || (key(j) == bound && equal_left-- > 0))
+            take(j, place++);
+    __syncthreads();
+    return bound;
+}
+
+// Log-probabilities and ids of the `k` best entries of each row, best first, in memory of the host, from what `chunk_best` left.
+// One block per row; there are fewer than 2^16 chunks.
 //
 // The k chunks with the greatest entries have the k best of all, and what is below the least of these k is not among them; with
 // fewer chunks, everything may be.
@@ -157,34 +164,40 @@ __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms
                       int size, int chunks, int k) {
     __shared__ int taken;
     __shared__ uint16_t chosen[MAX_K];
-    __shared__ uint64_t sorted[SORTED];
+    __shared__ uint64_t found[SORTED];
     __shared__ float parts[THREADS / 32];
-    inputs_ready();
     int row = blockIdx.x, t = threadIdx.x;
+    if (t == 0)
+        taken = 0;
+    inputs_ready();
     logits += (size_t)row * size;
     keys += (size_t)row * chunks;
     norms += (size_t)row * chunks;
 
-    // A thread has chunks that follow one another. Keys are unique: the value, then the index downwards.
-    int per_thread = (chunks + THREADS - 1) / THREADS, wanted = min(k, chunks);
-    auto chunk_key = [&](int j) {
-        int chunk = t * per_thread + j;
-        return chunk < chunks ? (uint64_t)keys[chunk] << 16 | (uint16_t)~chunk : 0;
-    };
-    uint64_t threshold = kth_greatest(chunk_key, per_thread, wanted);
-    int count = 0;
-    for (int j = 0; j < per_thread; ++j)
-        count += t * per_thread + j < chunks && chunk_key(j) >= threshold;
-    int at = sum_before(count);
-    for (int j = 0; j < per_thread; ++j)
-        if (t * per_thread + j < chunks && chunk_key(j) >= threshold)
-            chosen[at++] = t * per_thread + j;
-    if (t == 0)
-        taken = 0;
-    __syncthreads();
+    // A thread has chunks that follow one another.
+    int wanted = min(k, chunks);
+    uint32_t bound = 0;
+    if (chunks > k) {
+        int count = (chunks + THREADS - 1) / THREADS;
+        uint32_t first_keys[AT_ONCE];
+#pragma unroll
+        for (int j = 0; j < AT_ONCE; ++j)
+            first_keys[j] = j < count && t * count + j < chunks ? keys[t * count + j] : 0;
+        auto key = [&](int j) {
+            uint32_t x = 0;
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                x = i == j ? first_keys[i] : x;
+            return j < AT_ONCE ? x : t * count + j < chunks ? keys[t * count + j] : 0;
+        };
+        bound = select(key, count, k, [&](int j, int place) { chosen[place] = t * count + j; });
+    } else {
+        if (t < chunks)
+            chosen[t] = t;
+        __syncthreads();
+    }
 
     // Entry e of those chosen; they are in the order of their ids.
-    uint32_t bound = chunks < k ? 0 : threshold >> 16;
     int entries = wanted * CHUNK;
     auto index = [&](int e) { return chosen[e / CHUNK] * CHUNK + e % CHUNK; };
     for (int e = t; e < entries; e += THREADS) {
@@ -193,25 +206,18 @@ __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms
         if (i < size && key >= bound) {
             int to = atomicAdd(&taken, 1);
             if (to < SORTED)
-                sorted[to] = pack(key, i);
+                found[to] = pack(key, i);
         }
     }
     __syncthreads();
     int reached = taken;
     if (reached > SORTED) {
-        auto entry_key = [&](int j) {
-            int e = j * THREADS + t, i = e < entries ? index(e) : size;
-            return i < size ? (uint64_t)order(to_f32(logits[i])) << 16 | (uint16_t)~e : 0;
+        int count = (entries + THREADS - 1) / THREADS;
+        auto key = [&](int j) {
+            int e = t * count + j, i = e < entries ? index(e) : size;
+            return i < size ? order(to_f32(logits[i])) : 0;
         };
-        int most = (entries + THREADS - 1) / THREADS;
-        uint64_t least = kth_greatest(entry_key, most, k);
-        if (t == 0)
-            taken = 0;
-        __syncthreads();
-        for (int j = 0; j < most; ++j)
-            if (j * THREADS + t < entries && entry_key(j) >= least)
-                sorted[atomicAdd(&taken, 1)] = pack(entry_key(j) >> 16, index(j * THREADS + t));
-        __syncthreads();
+        select(key, count, k, [&](int j, int place) { found[place] = pack(key(j), index(t * count + j)); });
         reached = k;
     }
 
@@ -228,35 +234,24 @@ __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms
             total += norms[c].y * expf(norms[c].x - all);
     float log_sum = all + logf(block_sum(total));
 
-    int padded = 1;
-    while (padded < reached)
-        padded *= 2;
-    for (int i = reached + t; i < padded; i += THREADS)
-        sorted[i] = 0;
-    for (int block = 2; block <= padded; block *= 2)
-        for (int stride = block / 2; stride > 0; stride /= 2) {
-            __syncthreads();
-            for (int i = t; i < padded / 2; i += THREADS) {
-                int low = i + (i & -stride), high = low + stride;
-                uint64_t a = sorted[low], b = sorted[high];
-                if ((a < b) == ((low & block) == 0)) {
-                    sorted[low] = b;
-                    sorted[high] = a;
-                }
-            }
+    // No two are the same.
+    if (t < reached) {
+        uint64_t entry = found[t];
+        int rank = 0;
+        for (int i = 0; i < reached; ++i)
+            rank += found[i] > entry;
+        if (rank < k) {
+            ids[row * k + rank] = ~(uint32_t)entry;
+            // NaN stays NaN: its key maps back to one.
+            log_probs[row * k + rank] = value(entry >> 32) - log_sum;
         }
-    __syncthreads();
-    if (t < k) {
-        uint64_t entry = sorted[t];
-        ids[row * k + t] = ~(uint32_t)entry;
-        // NaN stays NaN: its key maps back to one.
-        log_probs[row * k + t] = value(entry >> 32) - log_sum;
     }
 }
 
 #define KERNELS(T)                                                                                                     \
-    extern "C" __global__ void argmax_##T(const T *logits, unsigned long long *best, int size) {                       \
-        argmax<T>(logits, best, size);                                                                                 \
+    extern "C" __global__ void argmax_##T(const T *logits, uint64_t *bests, unsigned *counters, uint64_t *best,        \
+                                          int size) {                                                                  \
+        argmax<T>(logits, bests, counters, best, size);                                                                                 \
     }                                                                                                                  \
     extern "C" __global__ void chunk_best_##T(const T *logits, uint32_t *keys, float2 *norms, int size, int chunks) {  \
         chunk_best<T>(logits, keys, norms, size, chunks);                                                              \

@@ -25,7 +25,7 @@ fn picks(rows: &[Vec<f32>], positions: &[u32], temperature: f32, seed: u64) -> O
     let gpu = gpu()?;
     let size = rows[0].len();
     let mut draw = Draw::new(&gpu, rows.len(), size).unwrap();
-    let argmax = Argmax::new(&gpu, DType::F32, rows.len()).unwrap();
+    let picks = gpu.pinned(rows.len()).unwrap();
     let logits = gpu.upload(&rows.concat()).unwrap();
     let positions_buffer = gpu.upload(positions).unwrap();
     let inputs = Inputs {
@@ -37,19 +37,18 @@ fn picks(rows: &[Vec<f32>], positions: &[u32], temperature: f32, seed: u64) -> O
         rows: rows.len(),
     };
     draw.set(&NoiseKey { seed, temperature, position: 0 });
-    let mut packed = vec![0u64; rows.len()];
     // Twice: what the kernel keeps between launches has to be as it was.
     for _ in 0..2 {
-        draw.run(&gpu, &inputs, &logits, argmax.packed()).unwrap();
+        draw.run(&gpu, &inputs, &logits, &picks).unwrap();
     }
-    gpu.download(argmax.packed(), &mut packed).unwrap();
+    gpu.synchronize().unwrap();
     let mut sampler = Sampler::default();
     sampler.start(&Sampling::new().temperature(temperature).seed(seed), size, 1, 1);
     let host = rows.iter().zip(positions).map(|(row, &position)| {
         let tokens = vec![0; position as usize + 1];
         sampler.pick(row, &tokens, None).ok()
     });
-    let device = packed.iter().map(|&packed| Argmax::token(packed)).collect();
+    let device = picks.as_slice().iter().map(|&packed| Argmax::token(packed)).collect();
     Some(Both { device, host: host.collect() })
 }
 
@@ -119,10 +118,7 @@ fn coupled_lists_are_those_of_noisy_scores() {
             couple.set(&NoiseKey { seed, temperature, position: 0 });
             couple.run(&gpu, root_buffer.pointer(), logits.pointer(), rows.len()).unwrap();
             top_k.run(&gpu, logits.pointer(), rows.len()).unwrap();
-            let mut ids = vec![0u32; rows.len() * k];
-            let mut log_probs = vec![0f32; rows.len() * k];
-            gpu.download(&top_k.ids, &mut ids).unwrap();
-            gpu.download(&top_k.log_probs, &mut log_probs).unwrap();
+            gpu.synchronize().unwrap();
             let scale = f64::from(crate::sample::coupled_scale(temperature) as f32);
             for (depth, row) in rows.iter().enumerate() {
                 let position = root as usize + 1 + depth;
@@ -137,8 +133,9 @@ fn coupled_lists_are_those_of_noisy_scores() {
                 let mut host = crate::TopK::new();
                 host.top_k_log_probs(&noisy, k, &mut tokens, &mut expected).unwrap();
                 let what = format!("{size} at {temperature}, row {depth}");
-                assert_eq!(ids[depth * k..][..k], tokens, "{what}");
-                for (found, expected) in log_probs[depth * k..][..k].iter().zip(expected) {
+                let (ids, log_probs) = top_k.row(depth);
+                assert_eq!(ids, tokens, "{what}");
+                for (found, expected) in log_probs.iter().zip(expected) {
                     let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
                     assert!(near || *found == expected, "{what}: {found} for {expected}");
                 }
@@ -204,8 +201,9 @@ fn noise_times() {
     let values: Vec<f32> = random(&mut rng, 136 * size).iter().map(|x| 8.0 * x).collect();
     let logits = gpu.upload(&values).unwrap();
     let positions = gpu.upload(&[77u32; 136]).unwrap();
-    let (mut draw, argmax) =
-        (Draw::new(&gpu, 136, size).unwrap(), Argmax::new(&gpu, DType::F32, 136).unwrap());
+    let mut draw = Draw::new(&gpu, 136, size).unwrap();
+    let argmax = Argmax::new(&gpu, DType::F32, 136, size).unwrap();
+    let picks = gpu.pinned(136).unwrap();
     let mut couple = Couple::new(&gpu, size).unwrap();
     let key = NoiseKey { seed: 5, temperature: 0.8, position: 0 };
     draw.set(&key);
@@ -229,8 +227,8 @@ fn noise_times() {
             mask_words: 1,
             rows,
         };
-        let greedy = time(&|| argmax.run(&gpu, &logits, rows, size));
-        let drawn = time(&|| draw.run(&gpu, &inputs, &logits, argmax.packed()));
+        let greedy = time(&|| argmax.run(&gpu, &logits, rows, &picks));
+        let drawn = time(&|| draw.run(&gpu, &inputs, &logits, &picks));
         eprintln!("{rows:>5}  {greedy:>6.2}  {drawn:>6.2}");
     }
     let noise = time(&|| couple.run(&gpu, positions.pointer(), logits.pointer(), 15));

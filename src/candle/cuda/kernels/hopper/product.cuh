@@ -6,8 +6,7 @@
 // cluster, each of which adds up the sums of some rows, in order. A weight so small that its outputs leave the GPU idle is
 // read by several blocks, for N rows each.
 //
-// The weight's first tiles are asked for before the kernels ahead are done. Sums begin with what they are added to, so that it
-// is on its way together with the first tiles of `x`.
+// The weight's first tiles are asked for before the kernels ahead are done.
 #pragma once
 
 #include "hopper.cuh"
@@ -61,6 +60,16 @@ __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
 }
 
+// Adds in the L2 cache, so that nothing waits for what was there. Each place is added to once.
+__device__ __forceinline__ void add_to(float *p, float x) {
+    asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+}
+__device__ __forceinline__ void add_to(float *p, float4 x) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x.x), "f"(x.y), "f"(x.z),
+                 "f"(x.w)
+                 : "memory");
+}
+
 template <typename T> __device__ __forceinline__ float gated(float gate, float up) {
     return to_f32(silu_mul(from_f32<T>(gate), from_f32<T>(up)));
 }
@@ -86,9 +95,6 @@ __device__ __forceinline__ void add_up(float4 (&sums)[COUNT], const float *(&at)
                 sums[n] = split == 0 ? parts[0][n] : sums[n] + parts[split][n];
 }
 
-// Blocks of a grid that leaves the GPU room for those of the next kernel.
-constexpr int FEW_BLOCKS = 64;
-
 // Grid (tiles of outputs; splits of the inputs; tiles of rows), in clusters of all splits of a tile.
 // Shared memory: 1,024 bytes, and `stages` tiles of `w` and `x` or, if that is more, [N, 64 * WARPGROUPS + 4] floats.
 template <typename T, int N, int WARPGROUPS>
@@ -111,10 +117,6 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     rows = min(rows - x_row, N);
     y = static_cast<char *>(y) +
         (size_t)x_row * (output == GATED ? outputs / 2 : outputs) * (is_f32 ? sizeof(float) : sizeof(T));
-    // Otherwise not before this block's tiles have come: their blocks would take what this grid needs.
-    bool few = gridDim.x * gridDim.y * gridDim.z <= FEW_BLOCKS;
-    if (few)
-        dependents_may_start();
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage) {
@@ -150,8 +152,8 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
             }
         }
         __syncwarp();
-        if (!few)
-            dependents_may_start();
+        // Not before: their blocks would take what this grid needs.
+        dependents_may_start();
         if (splits > 1) {
             cluster_barrier();
             cluster_arrive();
@@ -170,16 +172,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         int row = of_row(n, c), column = first_output + of_output(c);
         return row < rows && column < outputs ? static_cast<float *>(y) + (size_t)row * outputs + column : nullptr;
     };
-    bool adds = output == ADDED_TO_F32 && split == 0;
     await_inputs();
-    if (adds)
-#pragma unroll
-        for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const float *old = in_y(n, c);
-                d[4 * n + c] = old ? *old : 0.0f;
-            }
     int stage = 0, parity = 0, last = 0;
     for (int i = 0; i < count; ++i) {
         barrier_wait(&full[stage], parity);
@@ -189,7 +182,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
 #pragma unroll
         for (int step = 0; step < COLUMNS / STEP; ++step)
             Multiply<T, N>::run(d, a + step * (STEP * sizeof(T) / 16), b + step * (STEP * sizeof(T) / 16),
-                                adds || i + step > 0);
+                                i + step > 0);
         products_commit();
         products_wait<1>();
         // Products with the tiles before are done.
@@ -200,8 +193,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
             stage = 0, parity ^= 1;
     }
     products_wait<0>();
-    if (!few)
-        dependents_may_start();
+    dependents_may_start();
 
     auto warpgroups_meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(128 * WARPGROUPS) : "memory"); };
     if (splits == 1 && is_f32) {
@@ -209,8 +201,12 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
             for (int c = 0; c < 4; ++c)
-                if (float *to = in_y(n, c))
-                    *to = d[4 * n + c];
+                if (float *to = in_y(n, c)) {
+                    if (output == ADDED_TO_F32)
+                        add_to(to, d[4 * n + c]);
+                    else
+                        *to = d[4 * n + c];
+                }
         return;
     }
     // What follows takes the place of the tiles: all warpgroups are done with them.
@@ -286,6 +282,8 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
             for (int b = 0; b < BATCH; ++b)
                 if (valid[b] && output == AS_ELEMENTS)
                     store4(static_cast<T *>(y) + to[b], sum[b]);
+                else if (valid[b] && output == ADDED_TO_F32)
+                    add_to(static_cast<float *>(y) + to[b], sum[b]);
                 else if (valid[b])
                     store4(static_cast<float *>(y) + to[b], sum[b]);
         }

@@ -17,7 +17,7 @@ use super::products::{Products, WORKSPACE};
 use crate::candle::{Error, Result};
 
 /// Blocks of a kernel that is started early at most, unless they are clusters: more would be in each other's way.
-const EARLY_BLOCKS: u32 = 264;
+pub(super) const EARLY_BLOCKS: u32 = 264;
 
 /// A GPU. Clones are handles to the same one; everything made from it runs in one stream, in the order in which it
 /// was asked for.
@@ -253,13 +253,19 @@ impl Gpu {
         Ok(())
     }
 
-    /// Asks for a copy within the GPU.
-    pub(super) fn copy(&self, from: CUdeviceptr, to: &Buffer, bytes: usize) -> Result<()> {
-        assert!(bytes <= to.bytes, "the copy fits its target");
+    /// Asks for a copy within the GPU, to `at` bytes on in a buffer.
+    pub(super) fn copy(
+        &self,
+        from: CUdeviceptr,
+        to: &Buffer,
+        at: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        assert!(at + bytes <= to.bytes, "the copy fits its target");
         self.0.context.bind_to_thread()?;
         // SAFETY: the caller names live memory.
         unsafe {
-            result::memcpy_dtod_async(to.pointer, from, bytes, self.0.stream.cu_stream())?;
+            result::memcpy_dtod_async(to.at(at), from, bytes, self.0.stream.cu_stream())?;
         }
         Ok(())
     }

@@ -9,7 +9,7 @@ use super::device::{Buffer, Graph};
 use super::draw::Couple;
 use super::kernels::{Kernels, TopK};
 use super::products::{Place, Product};
-use super::stack::{PassInput, Stack, TapInto, padded};
+use super::stack::{KeyValues, PassInput, Stack, TapInto, padded};
 use super::target::Shared;
 use super::weights::{Loader, Source, check};
 use super::{CudaTaps, CudaTarget};
@@ -52,6 +52,7 @@ struct Context {
     taps: Buffer,
     projected: Buffer,
     normed: Buffer,
+    key_values: KeyValues,
     kv: Buffer,
 }
 
@@ -89,7 +90,7 @@ impl CudaDFlash {
         check_pair(&config, target, &shared)?;
         let (gpu, dtype) = (&target.stack.gpu, target.stack.dtype());
         let decoder = &config.decoder;
-        let (hidden, kv_size) = (decoder.hidden_size, decoder.num_kv_heads * decoder.head_dim);
+        let hidden = decoder.hidden_size;
         let kernels = Kernels::new(gpu, dtype, decoder.head_dim)?;
         let loader_kernels = Kernels::new(gpu, dtype, decoder.head_dim)?;
         let nested = matches!(&source, Source::Checkpoint(w) if w.contains("model.fc.weight"));
@@ -103,6 +104,7 @@ impl CudaDFlash {
         let rows = shared.max_len + width.max(chunk);
         let stack = Stack::load(&mut loader, decoder, kernels, rows, width, rows)?;
         loader.finish()?;
+        let key_values = stack.key_values()?;
         let depths = config.block_size() - 1;
         let element = dtype.size_in_bytes();
         let k = top_k.min(shared.vocab_size);
@@ -112,7 +114,8 @@ impl CudaDFlash {
                 taps: gpu.allocate(element * chunk * config.feature_size())?,
                 projected: gpu.allocate(4 * chunk * hidden)?,
                 normed: gpu.allocate(element * chunk * hidden)?,
-                kv: gpu.allocate(element * chunk * 2 * kv_size)?,
+                kv: gpu.allocate(element * chunk * key_values.width)?,
+                key_values,
             },
             couple: Couple::new(gpu, shared.vocab_size)?,
             top_k: TopK::new(gpu, DType::F32, depths, shared.vocab_size, k)?,
@@ -161,10 +164,8 @@ impl CudaDFlash {
         let shape = self.projection(width);
         gpu.product(context.taps.pointer(), &self.fc, &context.projected, shape, None)?;
         self.context_norm(width)?;
-        for layer in 0..self.stack.num_layers() {
-            self.stack.write_context(layer, &inputs, context.normed.pointer(), &context.kv)?;
-        }
-        Ok(())
+        let normed = context.normed.pointer();
+        self.stack.write_context(&context.key_values, &inputs, normed, &context.kv)
     }
 
     /// The product that makes rows of the hidden size of taps.
@@ -173,7 +174,6 @@ impl CudaDFlash {
             rows,
             inputs: self.config.feature_size(),
             outputs: self.shared.hidden,
-            skipped: 0,
             dtype: self.stack.dtype(),
             y_dtype: DType::F32,
             add: false,
@@ -195,8 +195,10 @@ impl CudaDFlash {
         let (taps, projection) = (context.taps.pointer(), self.projection(width));
         gpu.plan_product(taps, &[&self.fc], &context.projected, projection, place)?;
         let normed = context.normed.pointer();
-        let written = self.stack.plan_context(width, normed, &context.kv, place)?;
-        gpu.settle(&[projection, written], &|| self.observe_pass(width))
+        let KeyValues { weight, .. } = &context.key_values;
+        let key_values = self.stack.context_product(&context.key_values, width);
+        gpu.plan_product(normed, &[weight], &context.kv, key_values, place)?;
+        gpu.settle(&[projection, key_values], &|| self.observe_pass(width))
     }
 
     fn check_position(&self, name: &'static str, position: usize) -> Result<()> {
@@ -251,7 +253,7 @@ impl Drafter<CudaTaps> for CudaDFlash {
             let positions = (self.start + row..self.start + row + block.rows).map(|p| p as u32);
             let rows = positions.map(|position| (0, position));
             self.context.input.write(&gpu, width, row, rows, |_, _| {})?;
-            gpu.copy(block.buffer().pointer(), &self.context.taps, block.rows * row_bytes)?;
+            gpu.copy(block.buffer().pointer(), &self.context.taps, 0, block.rows * row_bytes)?;
             if !self.observe.contains_key(&width) {
                 self.plan_observation(width)?;
                 // Loads kernels, which cannot be captured.

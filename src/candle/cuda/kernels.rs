@@ -5,7 +5,7 @@ use candle_core::DType;
 use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::CUdeviceptr;
 
-use super::device::{Buffer, Gpu, Pinned};
+use super::device::{Buffer, EARLY_BLOCKS, Gpu, Pinned};
 use crate::candle::{Error, Result};
 
 /// Entries of a row that `top_k` can select at most.
@@ -97,6 +97,9 @@ pub(super) struct RopeStore<'a> {
     pub(super) rope: &'a Buffer,
     pub(super) keys: CUdeviceptr,
     pub(super) values: CUdeviceptr,
+    /// Layers that are treated at once, and how many elements on in the cache the next one is.
+    pub(super) layers: usize,
+    pub(super) layer_stride: usize,
 }
 
 impl Kernels {
@@ -203,7 +206,7 @@ impl Kernels {
         }
     }
 
-    /// `qkv` has the heads of `heads`; with `heads.query` 0, keys and values only.
+    /// `qkv` has the heads of `heads` of all layers; with `heads.query` 0, keys and values only.
     pub(super) fn rope_store(
         &self,
         gpu: &Gpu,
@@ -217,16 +220,35 @@ impl Kernels {
         let (eps, rope, keys, values) = (how.eps, how.rope.pointer(), how.keys, how.values);
         let (positions, prefix) = (inputs.positions, inputs.prefix);
         let (query, kv) = (heads.query as i32, heads.kv as i32);
-        let all = heads.query + 2 * heads.kv;
+        let (rows, layers, layer_stride) =
+            (inputs.rows as i32, how.layers as i32, how.layer_stride);
+        // A warp for each head; blocks so large that the kernel is started early, if that can be.
+        let units = inputs.rows * how.layers * (heads.query + 2 * heads.kv);
+        let blocks = |warps: u32| units.div_ceil(warps as usize) as u32;
+        let warps = [8, 16, 32].into_iter().find(|&warps| blocks(warps) <= EARLY_BLOCKS);
+        let warps = warps.unwrap_or(8);
         // SAFETY: as above.
         unsafe {
             gpu.launch_early(
                 &self.rope_store,
-                (inputs.rows as u32, all.div_ceil(8) as u32, 1),
-                (32, 8),
+                (blocks(warps), 1, 1),
+                (32, warps),
                 parameters!(
-                    qkv, bias, q_norm, k_norm, eps, rope, positions, prefix, keys, values, query,
-                    kv
+                    qkv,
+                    bias,
+                    q_norm,
+                    k_norm,
+                    eps,
+                    rope,
+                    positions,
+                    prefix,
+                    keys,
+                    values,
+                    rows,
+                    layers,
+                    query,
+                    kv,
+                    layer_stride
                 ),
             )
         }

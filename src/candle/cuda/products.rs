@@ -34,8 +34,6 @@ pub(super) struct Product {
     pub(super) rows: usize,
     pub(super) inputs: usize,
     pub(super) outputs: usize,
-    /// Rows at the beginning of the weight that are left out.
-    pub(super) skipped: usize,
     pub(super) dtype: DType,
     pub(super) y_dtype: DType,
     /// Whether the product is added to what is there.
@@ -286,13 +284,13 @@ impl Plan {
         gates: Option<(&Buffer, &Kernels)>,
         candidate: usize,
     ) -> Result<()> {
-        let Product { rows, inputs, outputs, skipped, dtype, y_dtype, add, gated } = self.shape;
+        let Product { rows, inputs, outputs, dtype, y_dtype, add, gated } = self.shape;
         let row_bytes = inputs * dtype.size_in_bytes();
-        assert!((skipped + outputs) * row_bytes <= w.bytes(), "the weight has its shape");
+        assert!(outputs * row_bytes <= w.bytes(), "the weight has its shape");
         let elements = rows * outputs;
         let y_elements = if gated { elements / 2 } else { elements };
         assert!(y_elements * y_dtype.size_in_bytes() <= y.bytes(), "the result fits");
-        let mut operands = Operands { x, w: w.at(skipped * row_bytes), y: y.pointer() };
+        let mut operands = Operands { x, w: w.pointer(), y: y.pointer() };
         let algorithm = match &self.ways[candidate] {
             Way::Library(algorithm) => algorithm,
             Way::Tiles(tiles) => return tiles.run(gpu, &self.shape, operands),

@@ -30,7 +30,7 @@ impl Roofline {
         let (from, to) = (gpu.allocate(COPY / 2)?, gpu.allocate(COPY / 2)?);
         let mut best = f64::INFINITY;
         for _ in 0..8 {
-            best = best.min(gpu.time(|| gpu.copy(from.pointer(), &to, COPY / 2))?);
+            best = best.min(gpu.time(|| gpu.copy(from.pointer(), &to, 0, COPY / 2))?);
         }
         let copy_rate = COPY as f64 / (best / 1e3);
         Ok(Self { weight_bytes, cache_row_bytes, copy_rate })

@@ -41,6 +41,16 @@ pub(super) struct Stack {
     scratch: Scratch,
 }
 
+/// What makes keys and values of all layers, layer by layer.
+#[derive(Debug)]
+pub(super) struct KeyValues {
+    pub(super) weight: Buffer,
+    bias: Option<Buffer>,
+    norm: Option<Buffer>,
+    /// Elements of a row.
+    pub(super) width: usize,
+}
+
 /// Memory of a pass; sized for the widest.
 #[derive(Debug)]
 struct Scratch {
@@ -135,72 +145,85 @@ impl Stack {
         self.kernels.dtype
     }
 
-    pub(super) fn num_layers(&self) -> usize {
-        self.layers.len()
-    }
-
     /// The normed output of the last pass, `[rows, hidden]`.
     pub(super) fn output(&self) -> CUdeviceptr {
         self.scratch.normed.pointer()
     }
 
-    /// How a layer treats queries and keys; `skipped` elements of its bias are left out.
-    fn rope_store(&self, layer: usize, skipped: usize) -> RopeStore<'_> {
+    /// How a layer treats queries and keys.
+    fn rope_store(&self, layer: usize) -> RopeStore<'_> {
         let plane = self.row_bytes() * self.cache_rows;
         let Layer { qkv_bias, qk_norm, .. } = &self.layers[layer];
-        let offset = skipped * self.dtype().size_in_bytes();
         RopeStore {
-            bias: qkv_bias.as_ref().map(|bias| bias.at(offset)),
+            bias: qkv_bias.as_ref().map(Buffer::pointer),
             norms: qk_norm.as_ref().map(|(q, k)| (q.pointer(), k.pointer())),
             eps: self.eps,
             rope: &self.rope,
             keys: self.cache.at(2 * layer * plane),
             values: self.cache.at((2 * layer + 1) * plane),
+            layers: 1,
+            layer_stride: 2 * self.heads.kv_size() * self.cache_rows,
         }
     }
 
+    /// What makes keys and values of all layers at once.
+    pub(super) fn key_values(&self) -> Result<KeyValues> {
+        let (gpu, heads, layers) = (&self.gpu, self.heads, self.layers.len());
+        let element = self.dtype().size_in_bytes();
+        let stack = |part: &dyn Fn(&Layer) -> Option<(CUdeviceptr, usize)>| {
+            let parts: Option<Vec<_>> = self.layers.iter().map(part).collect();
+            let Some(parts) = parts else { return Ok(None) };
+            let all = gpu.allocate(parts.iter().map(|(_, bytes)| bytes).sum())?;
+            let mut at = 0;
+            for (from, bytes) in parts {
+                gpu.copy(from, &all, at, bytes)?;
+                at += bytes;
+            }
+            Ok::<_, Error>(Some(all))
+        };
+        let row = self.hidden * element;
+        let (skipped, bytes) = (heads.q_size() * row, 2 * heads.kv_size() * row);
+        let weight = stack(&|layer| Some((layer.qkv.at(skipped), bytes)))?;
+        let bias = stack(&|layer| {
+            let bias = layer.qkv_bias.as_ref()?;
+            Some((bias.at(heads.q_size() * element), 2 * heads.kv_size() * element))
+        })?;
+        let norm = stack(&|layer| layer.qk_norm.as_ref().map(|(_, k)| (k.pointer(), k.bytes())))?;
+        let weight = weight.expect("every layer has a weight");
+        Ok(KeyValues { weight, bias, norm, width: layers * 2 * heads.kv_size() })
+    }
+
     /// Asks for the keys and values of rows that others attend to but that do not attend themselves: `x` is `[rows,
-    /// hidden]`, `kv` memory for `[rows, keys and values]`.
+    /// hidden]`, `kv` memory for `[rows, width of `of`]`.
     pub(super) fn write_context(
         &self,
-        layer: usize,
+        of: &KeyValues,
         inputs: &Inputs,
         x: CUdeviceptr,
         kv: &Buffer,
     ) -> Result<()> {
-        let shape = self.context_product(inputs.rows);
-        self.gpu.product(x, &self.layers[layer].qkv, kv, shape, None)?;
-        let (how, heads) =
-            (self.rope_store(layer, shape.skipped), Heads { query: 0, ..self.heads });
+        self.gpu.product(x, &of.weight, kv, self.context_product(of, inputs.rows), None)?;
+        let how = RopeStore {
+            bias: of.bias.as_ref().map(Buffer::pointer),
+            norms: of.norm.as_ref().map(|k| (k.pointer(), k.pointer())),
+            layers: self.layers.len(),
+            ..self.rope_store(0)
+        };
+        let heads = Heads { query: 0, ..self.heads };
         self.kernels.rope_store(&self.gpu, inputs, kv.pointer(), heads, &how)
     }
 
-    /// The product of `write_context`: the rows of queries are left out.
-    fn context_product(&self, rows: usize) -> Product {
+    /// The product of `write_context`.
+    pub(super) fn context_product(&self, of: &KeyValues, rows: usize) -> Product {
         Product {
             rows,
             inputs: self.hidden,
-            outputs: 2 * self.heads.kv_size(),
-            skipped: self.heads.q_size(),
+            outputs: of.width,
             dtype: self.dtype(),
             y_dtype: self.dtype(),
             add: false,
             gated: false,
         }
-    }
-
-    /// Finds out how the product of `write_context` may be done, and returns its shape, for `settle`.
-    pub(super) fn plan_context(
-        &self,
-        rows: usize,
-        x: CUdeviceptr,
-        kv: &Buffer,
-        place: Place<'_>,
-    ) -> Result<Product> {
-        let weights: Vec<_> = self.layers.iter().map(|layer| &layer.qkv).collect();
-        let shape = self.context_product(rows);
-        self.gpu.plan_product(x, &weights, kv, shape, place)?;
-        Ok(shape)
     }
 
     fn row_bytes(&self) -> usize {
@@ -226,7 +249,7 @@ impl Stack {
         )?;
         for (index, layer) in self.layers.iter().enumerate() {
             self.product(rows, Weight::Qkv(layer))?;
-            let how = self.rope_store(index, 0);
+            let how = self.rope_store(index);
             kernels.rope_store(gpu, inputs, scratch.qkv.pointer(), self.heads, &how)?;
             let cached = Cached { keys: how.keys, values: how.values, rows: self.cache_rows };
             self.attention.run(gpu, inputs, &scratch.qkv, cached, &scratch.mixed)?;
@@ -316,7 +339,7 @@ impl Stack {
         };
         let add = std::ptr::eq(y, &s.residual);
         let gated = std::ptr::eq(y, &s.activated);
-        let shape = Product { rows, inputs, outputs, skipped: 0, dtype, y_dtype, add, gated };
+        let shape = Product { rows, inputs, outputs, dtype, y_dtype, add, gated };
         (x.pointer(), w, y, shape)
     }
 

@@ -119,7 +119,6 @@ impl Shared {
             rows,
             inputs: self.hidden,
             outputs: self.vocab_size,
-            skipped: 0,
             dtype,
             y_dtype: DType::F32,
             add: false,

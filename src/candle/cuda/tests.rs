@@ -6,6 +6,7 @@ mod rows;
 mod sampled;
 mod soak;
 
+use std::collections::BTreeSet;
 use std::ops::ControlFlow::Continue;
 use std::path::Path as FilePath;
 
@@ -368,6 +369,17 @@ fn pair(gpu: &Gpu, dtype: DType) -> (CudaTarget, CudaDFlash) {
     (target, drafter)
 }
 
+/// What every node of a tree stands for: the tokens from the root to it.
+fn node_paths(tokens: &[u32], parents: &[i32]) -> BTreeSet<Vec<u32>> {
+    let mut paths: Vec<Vec<u32>> = Vec::with_capacity(tokens.len());
+    for (&token, &parent) in tokens.iter().zip(parents) {
+        let mut path = usize::try_from(parent).map_or(Vec::new(), |parent| paths[parent].clone());
+        path.push(token);
+        paths.push(path);
+    }
+    paths.into_iter().collect()
+}
+
 #[test]
 fn texts_and_rounds_equal_the_reference() {
     let Some(gpu) = gpu() else { return };
@@ -404,8 +416,18 @@ fn texts_and_rounds_equal_the_reference() {
                 let what = format!("case {index}, {config:?}, round {number}");
                 assert_eq!(round.path.len(), lengths[number] as usize, "{what}");
                 let Some(tree) = reference["rounds"].get(number) else { continue };
-                assert_eq!(round.tokens[1..], tokens(&tree["tokens"]), "{what}");
-                assert_eq!(round.path, tokens(&tree["accepted"]), "{what}");
+                let reference = [&round.tokens[..1], &tokens(&tree["tokens"])].concat();
+                let parents: Vec<i32> = serde_json::from_value(tree["parents"].clone()).unwrap();
+                let found = node_paths(&round.tokens, &round.parents);
+                let expected = node_paths(&reference, &parents);
+                // Nodes whose scores are nearly equal may change places, and one of them with one beyond the budget.
+                let missing = expected.iter().filter(|path| !found.contains(*path)).count();
+                assert!(found.len() == expected.len() && missing <= 1, "{what}: {missing}");
+                let accepted = tokens(&tree["accepted"]);
+                let path = |path: &[u32], of: &[u32]| -> Vec<u32> {
+                    path.iter().map(|&slot| of[slot as usize]).collect()
+                };
+                assert_eq!(path(&round.path, &round.tokens), path(&accepted, &reference), "{what}");
             }
         }
     }
@@ -511,6 +533,8 @@ fn kernel_times_of(
                 rope: &rope,
                 keys: planes[layer].0.pointer(),
                 values: planes[layer].1.pointer(),
+                layers: 1,
+                layer_stride: 0,
             };
             kernels.rope_store(gpu, &inputs, qkv.pointer(), heads, &how)
         });

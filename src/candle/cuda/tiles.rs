@@ -56,24 +56,37 @@ impl Tiles {
         let Some(widest) = ROWS.iter().position(|&rows| suits && rows >= shape.rows) else {
             return Ok(ways);
         };
-        let memory = gpu.shared_memory()?.0 - STATIC_BYTES;
-        for (rows, warpgroups) in ROWS[..=widest]
-            .iter()
-            .zip(WARPGROUPS)
-            .flat_map(|(&rows, groups)| groups.map(move |groups| (rows, groups)))
-        {
+        // With half of the memory, blocks of the next product come in while this one's finish.
+        let (whole, half) = gpu.shared_memory()?;
+        let memories = [whole, half].map(|bytes| bytes - STATIC_BYTES);
+        let columns = shape.inputs.div_ceil(COLUMNS);
+        let each = |(&rows, groups): (&usize, RangeInclusive<usize>)| {
+            groups.map(move |warpgroups| (rows, warpgroups))
+        };
+        for (rows, warpgroups) in ROWS[..=widest].iter().zip(WARPGROUPS).flat_map(each) {
             let name = format!("product_{rows}_{warpgroups}_{}", shape.dtype.as_str());
             let function = module.load_function(&name)?;
-            let Some((stages, shared_bytes)) = stages(rows, warpgroups, memory) else { continue };
-            allow_shared_memory(&function, shared_bytes)?;
+            allow_shared_memory(&function, memories[0])?;
             let row_tiles = shape.rows.div_ceil(rows);
             let tiles = shape.outputs.div_ceil(64 * warpgroups) * row_tiles;
-            for splits in 1..=MAX_SPLITS.min(shape.inputs.div_ceil(COLUMNS)) {
-                let clusters = clusters(splits, shared_bytes);
-                let at_once = || gpu.clusters_at_once(&function, threads(warpgroups), clusters);
-                if (splits == 1 && row_tiles == 1) || tiles <= at_once()? {
-                    let function = function.clone();
-                    ways.push(Self { function, rows, warpgroups, splits, stages, shared_bytes });
+            for splits in 1..=MAX_SPLITS.min(columns) {
+                let room = |memory| stages(rows, warpgroups, columns.div_ceil(splits), memory);
+                let mut sizes: Vec<_> = memories.into_iter().filter_map(room).collect();
+                sizes.dedup();
+                for (stages, shared_bytes) in sizes {
+                    let clusters = clusters(splits, shared_bytes);
+                    let at_once = || gpu.clusters_at_once(&function, threads(warpgroups), clusters);
+                    if (splits == 1 && row_tiles == 1) || tiles <= at_once()? {
+                        let function = function.clone();
+                        ways.push(Self {
+                            function,
+                            rows,
+                            warpgroups,
+                            splits,
+                            stages,
+                            shared_bytes,
+                        });
+                    }
                 }
             }
         }
@@ -110,11 +123,11 @@ impl Tiles {
     }
 }
 
-/// For messages of tests: rows, warpgroups and splits.
+/// For messages of tests: rows, warpgroups, splits and stages.
 #[cfg(test)]
 impl std::fmt::Display for Tiles {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}x{}x{}", self.rows, self.warpgroups, self.splits)
+        write!(f, "{}x{}x{}x{}", self.rows, self.warpgroups, self.splits, self.stages)
     }
 }
 
@@ -127,14 +140,14 @@ fn clusters(splits: usize, shared_bytes: usize) -> Clusters {
     Clusters { blocks: (1, splits as u32), shared_bytes }
 }
 
-/// How many stages there is room for, and the memory that a block then needs.
-fn stages(rows: usize, warpgroups: usize, memory: usize) -> Option<(usize, usize)> {
+/// How many stages there is room for, if there are so many tiles, and the memory that a block then needs.
+fn stages(rows: usize, warpgroups: usize, tiles: usize, memory: usize) -> Option<(usize, usize)> {
     let memory = memory - ALIGNMENT;
     let outputs = 64 * warpgroups;
     let stage = (outputs + rows) * ROW_BYTES;
-    let stages = (memory / stage).min(MAX_STAGES);
+    let stages = (memory / stage).min(MAX_STAGES).min(tiles);
     let sums = 4 * rows * (outputs + 4);
-    (stages >= MIN_STAGES && sums <= memory)
+    (stages >= MIN_STAGES.min(tiles) && sums <= memory)
         .then_some((stages, ALIGNMENT + sums.max(stages * stage)))
 }
 

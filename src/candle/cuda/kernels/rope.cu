@@ -3,18 +3,21 @@
 
 #include "common.cuh"
 
-// `qkv` holds `q_heads + 2 * kv_heads` heads a row, or, with `q_heads` 0, keys and values only. Queries are rotated
-// in place. Keys and values of row `r` go to cache row `*prefix + r`. `bias`, `q_norm` and `k_norm` may be null.
-// `rope` is (cos, sin) pairs, `D / 2` a position.
+// `qkv` holds `q_heads + 2 * kv_heads` heads of each of `layers` layers a row, or, with `q_heads` 0, keys and values only, and so
+// does `bias`; norms have a row a layer. Queries are rotated in place. Keys and values of row `r` go to cache row `*prefix + r`;
+// those of the next layer are `layer_stride` elements on. `bias`, `q_norm` and `k_norm` may be null. `rope` is (cos, sin)
+// pairs, `D / 2` a position.
 template <typename T, int D>
 __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const float *k_norm, float eps,
                            const float2 *rope, const uint32_t *positions, const uint32_t *prefix, T *k_cache,
-                           T *v_cache, int q_heads, int kv_heads) {
+                           T *v_cache, int rows, int layers, int q_heads, int kv_heads, size_t layer_stride) {
     // A lane has N neighbours in each half of the head.
     constexpr int N = D / 64;
     dependents_may_start();
-    int row = blockIdx.x, head = blockIdx.y * blockDim.y + threadIdx.y, heads = q_heads + 2 * kv_heads;
-    if (head >= heads)
+    int heads = q_heads + 2 * kv_heads, row_heads = layers * heads;
+    int unit = blockIdx.x * blockDim.y + threadIdx.y, row = unit / row_heads, row_head = unit % row_heads;
+    int layer = row_head / heads, head = row_head % heads;
+    if (row >= rows)
         return;
     int i = N * threadIdx.x;
     bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
@@ -22,22 +25,22 @@ __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const flo
     const float *norm = is_value ? nullptr : is_query ? q_norm : k_norm;
     Floats<N> a_norm = {}, b_norm = {}, a_bias = {}, b_bias = {};
     if (norm) {
-        a_norm = load<N>(norm + i);
-        b_norm = load<N>(norm + i + D / 2);
+        a_norm = load<N>(norm + layer * D + i);
+        b_norm = load<N>(norm + layer * D + i + D / 2);
     }
     if (bias) {
-        a_bias = load<N>(bias + head * D + i);
-        b_bias = load<N>(bias + head * D + i + D / 2);
+        a_bias = load<N>(bias + row_head * D + i);
+        b_bias = load<N>(bias + row_head * D + i + D / 2);
     }
     float2 angle[N];
 #pragma unroll
     for (int n = 0; n < N; ++n)
         angle[n] = is_value ? make_float2(1.0f, 0.0f) : rope[(size_t)positions[row] * (D / 2) + i + n];
-    T *from = qkv + ((size_t)row * heads + head) * D + i, *to = from;
+    T *from = qkv + (size_t)unit * D + i, *to = from;
     if (!is_query) {
         size_t cache_row = (size_t)*prefix + row;
         int kv_head = (head - q_heads) % kv_heads;
-        to = (is_value ? v_cache : k_cache) + (cache_row * kv_heads + kv_head) * D + i;
+        to = (is_value ? v_cache : k_cache) + layer * layer_stride + (cache_row * kv_heads + kv_head) * D + i;
     }
 
     inputs_ready();
@@ -68,11 +71,12 @@ __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const flo
 }
 
 #define KERNEL(T, D)                                                                                                   \
-    extern "C" __global__ void rope_store_##D##_##T(                                                                   \
+    extern "C" __global__ void __launch_bounds__(1024) rope_store_##D##_##T(                                           \
         T *qkv, const T *bias, const float *q_norm, const float *k_norm, float eps, const float2 *rope,                \
-        const uint32_t *positions, const uint32_t *prefix, T *k_cache, T *v_cache, int q_heads, int kv_heads) {        \
-        rope_store<T, D>(qkv, bias, q_norm, k_norm, eps, rope, positions, prefix, k_cache, v_cache, q_heads,           \
-                         kv_heads);                                                                                    \
+        const uint32_t *positions, const uint32_t *prefix, T *k_cache, T *v_cache, int rows, int layers, int q_heads,  \
+        int kv_heads, size_t layer_stride) {                                                                           \
+        rope_store<T, D>(qkv, bias, q_norm, k_norm, eps, rope, positions, prefix, k_cache, v_cache, rows, layers,      \
+                         q_heads, kv_heads, layer_stride);                                                             \
     }
 #define KERNELS(T) KERNEL(T, 64) KERNEL(T, 128) KERNEL(T, 256)
 

@@ -165,6 +165,7 @@ fn activations_equal_the_hosts() {
 #[derive(Clone, Copy, Debug)]
 struct Rotation {
     heads: Heads,
+    layers: usize,
     rows: usize,
     /// Cache rows before; the kernel reads it on the GPU.
     prefix: usize,
@@ -178,17 +179,21 @@ fn queries_are_rotated_in_place_and_keys_and_values_stored() {
     let mut rng = StdRng::seed_from_u64(24);
     for dtype in TYPES {
         for size in [64, 128, 256] {
-            for (query, kv, rows, prefix, bias, norms) in [
-                (8, 2, 1, 0, false, true),
-                (3, 3, 8, 37, true, false),
-                (9, 3, 72, 5, false, false),
-                (4, 1, 17, 200, true, true),
-                // Keys and values alone, as a drafter's context has them.
-                (0, 2, 24, 11, true, true),
-                (0, 3, 1, 0, false, false),
+            for (query, kv, layers, rows, prefix, bias, norms) in [
+                (8, 2, 1, 1, 0, false, true),
+                (3, 3, 1, 8, 37, true, false),
+                (9, 3, 1, 72, 5, false, false),
+                (4, 1, 1, 17, 200, true, true),
+                // So many that blocks get larger, and more than blocks can be started early.
+                (12, 2, 1, 160, 3, true, true),
+                (28, 8, 1, 250, 0, false, false),
+                // Keys and values alone, as a drafter's context has them, of several layers.
+                (0, 2, 1, 24, 11, true, true),
+                (0, 3, 3, 1, 0, false, false),
+                (0, 2, 5, 24, 7, true, true),
             ] {
                 let heads = Heads { query, kv, size };
-                let case = Rotation { heads, rows, prefix, bias, norms };
+                let case = Rotation { heads, layers, rows, prefix, bias, norms };
                 check_rotation(&gpu, &mut rng, dtype, case);
             }
         }
@@ -196,14 +201,14 @@ fn queries_are_rotated_in_place_and_keys_and_values_stored() {
 }
 
 fn check_rotation(gpu: &Gpu, rng: &mut StdRng, dtype: DType, case: Rotation) {
-    let Rotation { heads, rows, prefix, .. } = case;
+    let Rotation { heads, layers, rows, prefix, .. } = case;
     let Heads { query, kv, size } = heads;
-    let all = query + 2 * kv;
+    let (heads_of_layer, all) = (query + 2 * kv, layers * (query + 2 * kv));
     let (positions_len, cache_rows, eps) = (300, prefix + rows + 3, 1e-6f32);
     let kernels = Kernels::new(gpu, dtype, size).unwrap();
     let (qkv, held) = upload(gpu, dtype, &random(rng, rows * all * size));
     let (bias, bias_held) = upload(gpu, dtype, &random(rng, all * size));
-    let (q_norm, k_norm) = (random(rng, size), random(rng, size));
+    let (q_norm, k_norm) = (random(rng, layers * size), random(rng, layers * size));
     let (q_norm_buffer, k_norm_buffer) =
         (gpu.upload(&q_norm).unwrap(), gpu.upload(&k_norm).unwrap());
     let angle = |position: usize, i: usize| {
@@ -224,7 +229,8 @@ fn check_rotation(gpu: &Gpu, rng: &mut StdRng, dtype: DType, case: Rotation) {
         (0..rows).map(|_| rng.random_range(0..positions_len as u32)).collect();
     let (positions_buffer, prefix_buffer) =
         (gpu.upload(&positions).unwrap(), gpu.upload(&[prefix as u32]).unwrap());
-    let before = rounded(gpu, dtype, &random(rng, cache_rows * kv * size));
+    let plane = cache_rows * kv * size;
+    let before = rounded(gpu, dtype, &random(rng, layers * plane));
     let (keys, values) = (upload(gpu, dtype, &before).0, upload(gpu, dtype, &before).0);
     let how = RopeStore {
         bias: case.bias.then(|| bias.pointer()),
@@ -233,6 +239,8 @@ fn check_rotation(gpu: &Gpu, rng: &mut StdRng, dtype: DType, case: Rotation) {
         rope: &rope,
         keys: keys.pointer(),
         values: values.pointer(),
+        layers,
+        layer_stride: plane,
     };
     let inputs = Inputs {
         prefix: prefix_buffer.pointer(),
@@ -244,18 +252,19 @@ fn check_rotation(gpu: &Gpu, rng: &mut StdRng, dtype: DType, case: Rotation) {
     };
     kernels.rope_store(gpu, &inputs, qkv.pointer(), heads, &how).unwrap();
     let found_qkv = download(gpu, dtype, &qkv, rows * all * size);
-    let found_keys = download(gpu, dtype, &keys, cache_rows * kv * size);
-    let found_values = download(gpu, dtype, &values, cache_rows * kv * size);
+    let found_keys = download(gpu, dtype, &keys, layers * plane);
+    let found_values = download(gpu, dtype, &values, layers * plane);
 
     for row in 0..rows {
-        for head in 0..all {
-            let at = (row * all + head) * size;
+        for row_head in 0..all {
+            let (layer, head) = (row_head / heads_of_layer, row_head % heads_of_layer);
+            let at = (row * all + row_head) * size;
             let mut x: Vec<f32> = held[at..][..size].to_vec();
             if case.bias {
-                x.iter_mut().zip(&bias_held[head * size..]).for_each(|(x, b)| *x += b);
+                x.iter_mut().zip(&bias_held[row_head * size..]).for_each(|(x, b)| *x += b);
             }
             let (is_query, is_value) = (head < query, head >= query + kv);
-            let norm = if is_query { &q_norm } else { &k_norm };
+            let norm = &(if is_query { &q_norm } else { &k_norm })[layer * size..][..size];
             let x: Vec<f64> = if case.norms && !is_value {
                 normed(&x, norm, eps)
             } else {
@@ -278,15 +287,22 @@ fn check_rotation(gpu: &Gpu, rng: &mut StdRng, dtype: DType, case: Rotation) {
                 assert_eq!(found_qkv[at..][..size], held[at..][..size], "{dtype:?} {case:?}");
                 let kv_head = (head - query) % kv;
                 let stored = if is_value { &found_values } else { &found_keys };
-                &stored[((prefix + row) * kv + kv_head) * size..]
+                &stored[layer * plane + ((prefix + row) * kv + kv_head) * size..]
             };
-            check_row(dtype, &found[..size], &expected, &format!("{case:?} row {row} head {head}"));
+            check_row(
+                dtype,
+                &found[..size],
+                &expected,
+                &format!("{case:?} row {row} head {row_head}"),
+            );
         }
     }
     for (found, what) in [(&found_keys, "keys"), (&found_values, "values")] {
         let (start, end) = (prefix * kv * size, (prefix + rows) * kv * size);
-        assert_eq!(found[..start], before[..start], "{dtype:?} {case:?}: committed {what}");
-        assert_eq!(found[end..], before[end..], "{dtype:?} {case:?}: {what} behind");
+        for (found, before) in found.chunks(plane).zip(before.chunks(plane)) {
+            assert_eq!(found[..start], before[..start], "{dtype:?} {case:?}: committed {what}");
+            assert_eq!(found[end..], before[end..], "{dtype:?} {case:?}: {what} behind");
+        }
     }
 }
 

@@ -293,10 +293,13 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     cluster_wait();
 }
 
+// Blocks that registers have to suffice for: the next product's come in while this one's finish.
+constexpr int blocks_at_once(int n, int warpgroups) { return n * warpgroups > 272 ? 1 : warpgroups == 1 ? 4 : 2; }
+
 #define PRODUCT(T, N, WARPGROUPS)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, 1) product_##N##_##WARPGROUPS##_##T(           \
-        const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, void *y, int rows, int inputs,   \
-        int outputs, int stages, int output) {                                                                         \
+    extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, blocks_at_once(N, WARPGROUPS))                 \
+        product_##N##_##WARPGROUPS##_##T(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, \
+                                         void *y, int rows, int inputs, int outputs, int stages, int output) {                                                                         \
         product<T, N, WARPGROUPS>(w, x, y, rows, inputs, outputs, stages, output);                                     \
     }
 #define PRODUCTS(T)                                                                                                    \

@@ -255,16 +255,17 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
             int row = i / UNITS, unit = i % UNITS, column = unit / 2 * 16 + unit % 2 * 4;
             if (first_output + column >= outputs)
                 continue;
-            const float *gate = own + row * STRIDE + column, *at[2] = {gate, gate + 8};
-            float4 z[2];
-            add_up(z, at, splits);
-            z[0] = make_float4(gated<T>(z[0].x, z[1].x), gated<T>(z[0].y, z[1].y), gated<T>(z[0].z, z[1].z),
-                               gated<T>(z[0].w, z[1].w));
-            store4(static_cast<T *>(y) + ((size_t)(first_row + row) * outputs + first_output) / 2 + unit * 4, z[0]);
+            const float *gate[1] = {own + row * STRIDE + column}, *up[1] = {gate[0] + 8};
+            float4 g[1], u[1];
+            add_up(g, gate, splits);
+            add_up(u, up, splits);
+            g[0] = make_float4(gated<T>(g[0].x, u[0].x), gated<T>(g[0].y, u[0].y), gated<T>(g[0].z, u[0].z),
+                               gated<T>(g[0].w, u[0].w));
+            store4(static_cast<T *>(y) + ((size_t)(first_row + row) * outputs + first_output) / 2 + unit * 4, g[0]);
         }
     } else {
         // As many at once as leave registers to the kernels around.
-        constexpr int UNITS = OUTPUTS / 4, BATCH = WARPGROUPS < 3 ? 3 : 1;
+        constexpr int UNITS = OUTPUTS / 4, BATCH = WARPGROUPS < 3 ? 2 : 1;
         for (int start = threadIdx.x; start < own_rows * UNITS; start += BATCH * 128 * WARPGROUPS) {
             const float *at[BATCH];
             size_t to[BATCH];

@@ -178,6 +178,7 @@ impl CudaDFlash {
             y_dtype: DType::F32,
             add: false,
             gated: false,
+            weights: 1,
         }
     }
 

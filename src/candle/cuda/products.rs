@@ -41,6 +41,8 @@ pub(super) struct Product {
     /// Whether outputs are eight gates, the eight ups of the same elements and so on, of which `silu(gate) * up` is wanted:
     /// `y` is `[rows, outputs / 2]`.
     pub(super) gated: bool,
+    /// Weights of the shape that a pass goes through: few are found in the L2 cache again, and done otherwise than many.
+    pub(super) weights: usize,
 }
 
 /// What stands around products of a shape in a pass.
@@ -102,8 +104,7 @@ impl Gpu {
     }
 
     /// Finds fast ways to do the products of a shape, unless they have been done before. What is at `y` is lost.
-    /// `weights` are those of the shape that a pass goes through: each is found in the L2 cache as far as it will be in a
-    /// pass.
+    /// `weights` are those of the shape that a pass goes through, or the first of them.
     ///
     /// In f32 the library's first choice stays.
     pub(super) fn plan_product(
@@ -284,7 +285,7 @@ impl Plan {
         gates: Option<(&Buffer, &Kernels)>,
         candidate: usize,
     ) -> Result<()> {
-        let Product { rows, inputs, outputs, dtype, y_dtype, add, gated } = self.shape;
+        let Product { rows, inputs, outputs, dtype, y_dtype, add, gated, .. } = self.shape;
         let row_bytes = inputs * dtype.size_in_bytes();
         assert!(outputs * row_bytes <= w.bytes(), "the weight has its shape");
         let elements = rows * outputs;

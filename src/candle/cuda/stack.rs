@@ -223,6 +223,7 @@ impl Stack {
             y_dtype: self.dtype(),
             add: false,
             gated: false,
+            weights: 1,
         }
     }
 
@@ -339,7 +340,8 @@ impl Stack {
         };
         let add = std::ptr::eq(y, &s.residual);
         let gated = std::ptr::eq(y, &s.activated);
-        let shape = Product { rows, inputs, outputs, dtype, y_dtype, add, gated };
+        let weights = self.layers.len();
+        let shape = Product { rows, inputs, outputs, dtype, y_dtype, add, gated, weights };
         (x.pointer(), w, y, shape)
     }
 

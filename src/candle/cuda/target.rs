@@ -123,6 +123,7 @@ impl Shared {
             y_dtype: DType::F32,
             add: false,
             gated: false,
+            weights: 1,
         }
     }
 }

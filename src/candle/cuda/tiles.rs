@@ -56,9 +56,7 @@ impl Tiles {
         let Some(widest) = ROWS.iter().position(|&rows| suits && rows >= shape.rows) else {
             return Ok(ways);
         };
-        // With half of the memory, blocks of the next product come in while this one's finish.
-        let (whole, half) = gpu.shared_memory()?;
-        let memories = [whole, half].map(|bytes| bytes - STATIC_BYTES);
+        let memory = gpu.shared_memory()?.0 - STATIC_BYTES;
         let columns = shape.inputs.div_ceil(COLUMNS);
         let each = |(&rows, groups): (&usize, RangeInclusive<usize>)| {
             groups.map(move |warpgroups| (rows, warpgroups))
@@ -66,27 +64,19 @@ impl Tiles {
         for (rows, warpgroups) in ROWS[..=widest].iter().zip(WARPGROUPS).flat_map(each) {
             let name = format!("product_{rows}_{warpgroups}_{}", shape.dtype.as_str());
             let function = module.load_function(&name)?;
-            allow_shared_memory(&function, memories[0])?;
+            allow_shared_memory(&function, memory)?;
             let row_tiles = shape.rows.div_ceil(rows);
             let tiles = shape.outputs.div_ceil(64 * warpgroups) * row_tiles;
             for splits in 1..=MAX_SPLITS.min(columns) {
-                let room = |memory| stages(rows, warpgroups, columns.div_ceil(splits), memory);
-                let mut sizes: Vec<_> = memories.into_iter().filter_map(room).collect();
-                sizes.dedup();
-                for (stages, shared_bytes) in sizes {
-                    let clusters = clusters(splits, shared_bytes);
-                    let at_once = || gpu.clusters_at_once(&function, threads(warpgroups), clusters);
-                    if (splits == 1 && row_tiles == 1) || tiles <= at_once()? {
-                        let function = function.clone();
-                        ways.push(Self {
-                            function,
-                            rows,
-                            warpgroups,
-                            splits,
-                            stages,
-                            shared_bytes,
-                        });
-                    }
+                let depth = columns.div_ceil(splits);
+                let Some((stages, shared_bytes)) = stages(rows, warpgroups, depth, memory) else {
+                    continue;
+                };
+                let clusters = clusters(splits, shared_bytes);
+                let at_once = || gpu.clusters_at_once(&function, threads(warpgroups), clusters);
+                if (splits == 1 && row_tiles == 1) || tiles <= at_once()? {
+                    let function = function.clone();
+                    ways.push(Self { function, rows, warpgroups, splits, stages, shared_bytes });
                 }
             }
         }
@@ -123,11 +113,11 @@ impl Tiles {
     }
 }
 
-/// For messages of tests: rows, warpgroups, splits and stages.
+/// For messages of tests: rows, warpgroups and splits.
 #[cfg(test)]
 impl std::fmt::Display for Tiles {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{}x{}x{}x{}", self.rows, self.warpgroups, self.splits, self.stages)
+        write!(f, "{}x{}x{}", self.rows, self.warpgroups, self.splits)
     }
 }
 

@@ -3,6 +3,18 @@
 #include "common.cuh"
 #include "keys.cuh"
 
+// Four entries of a row from `i`, a multiple of four, on; -inf beyond the row.
+template <typename T> __device__ __forceinline__ Floats<4> load_within(const T *row, int i, int size) {
+    // Rows of other sizes do not all begin where four can be loaded at once.
+    if (size % 4 == 0 && i < size)
+        return load<4>(row + i);
+    Floats<4> x;
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+        x.v[j] = i + j < size ? to_f32(row[i + j]) : NEG_INF;
+    return x;
+}
+
 __device__ __forceinline__ uint64_t warp_greatest(uint64_t x) {
     for (int offset = 16; offset > 0; offset /= 2)
         x = max(x, __shfl_xor_sync(FULL_WARP, x, offset));
@@ -20,18 +32,11 @@ __device__ void argmax(const T *logits, uint64_t *bests, unsigned *counters, uin
     logits += row * size;
     uint64_t mine = 0;
     for (int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x); i < size; i += 4 * gridDim.x * blockDim.x) {
-        float4 x;
-        if (size % 4 == 0) {
-            x = load4(logits + i);
-        } else {
-            auto at = [&](int j) { return j < size ? to_f32(logits[j]) : NEG_INF; };
-            x = make_float4(at(i), at(i + 1), at(i + 2), at(i + 3));
-        }
-        // A padded entry has a higher id than any real one, so it never wins.
-        mine = max(mine, pack(order(x.x), i));
-        mine = max(mine, pack(order(x.y), i + 1));
-        mine = max(mine, pack(order(x.z), i + 2));
-        mine = max(mine, pack(order(x.w), i + 3));
+        Floats<4> x = load_within(logits, i, size);
+        // An entry beyond the row has a higher id than any of it, so it never wins.
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            mine = max(mine, pack(order(x.v[j]), i + j));
     }
     mine = warp_greatest(mine);
     if (lane == 0)
@@ -65,23 +70,14 @@ __device__ void chunk_best(const T *logits, uint32_t *keys, float2 *norms, int s
     inputs_ready();
     for (int chunk = blockIdx.x * warps + threadIdx.x / 32; chunk < chunks; chunk += gridDim.x * warps) {
         int first = chunk * CHUNK + lane * 4, real = min(max(size - first, 0), 4);
-        float x[4] = {NEG_INF, NEG_INF, NEG_INF, NEG_INF};
-        if (size % 4 == 0 && real == 4) {
-            float4 y = load4(logits + first);
-            x[0] = y.x, x[1] = y.y, x[2] = y.z, x[3] = y.w;
-        } else {
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (i < real)
-                    x[i] = to_f32(logits[first + i]);
-        }
+        Floats<4> x = load_within(logits, first, size);
         uint32_t key = 0;
         float greatest = NEG_INF, sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (i < real)
-                key = max(key, order(x[i]));
-            greatest = fmaxf(greatest, x[i]);
+                key = max(key, order(x.v[i]));
+            greatest = fmaxf(greatest, x.v[i]);
         }
         key = __reduce_max_sync(FULL_WARP, key);
         greatest = warp_max(greatest);
@@ -89,7 +85,7 @@ __device__ void chunk_best(const T *logits, uint32_t *keys, float2 *norms, int s
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (i < real)
-                    sum += __expf(x[i] - greatest);
+                    sum += __expf(x.v[i] - greatest);
         sum = warp_sum(sum);
         if (lane == 0) {
             keys[row * chunks + chunk] = key;
@@ -200,13 +196,18 @@ __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms
     // Entry e of those chosen; they are in the order of their ids.
     int entries = wanted * CHUNK;
     auto index = [&](int e) { return chosen[e / CHUNK] * CHUNK + e % CHUNK; };
-    for (int e = t; e < entries; e += THREADS) {
-        int i = index(e);
-        uint32_t key = i < size ? order(to_f32(logits[i])) : 0;
-        if (i < size && key >= bound) {
-            int to = atomicAdd(&taken, 1);
-            if (to < SORTED)
-                found[to] = pack(key, i);
+#pragma unroll 4
+    for (int e = 4 * t; e < entries; e += 4 * THREADS) {
+        int first = index(e);
+        Floats<4> x = load_within(logits, first, size);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            uint32_t key = order(x.v[j]);
+            if (first + j < size && key >= bound) {
+                int to = atomicAdd(&taken, 1);
+                if (to < SORTED)
+                    found[to] = pack(key, first + j);
+            }
         }
     }
     __syncthreads();

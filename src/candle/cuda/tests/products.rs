@@ -67,7 +67,8 @@ fn products_equal_the_hosts() {
                     (dtype, false, false),
                     (dtype, false, true),
                 ] {
-                    let shape = Product { rows, inputs, outputs, dtype, y_dtype, add, gated };
+                    let shape =
+                        Product { rows, inputs, outputs, dtype, y_dtype, add, gated, weights: 1 };
                     let expected = expected(&shape, &sums, &before);
                     let limit = match y_dtype {
                         DType::BF16 => 4e-3,
@@ -118,7 +119,7 @@ fn what_is_planned_stays_right() {
             let (x_buffer, x) = upload(&gpu, dtype, &random(&mut rng, rows * inputs));
             let before = random(&mut rng, rows * outputs);
             let sums = sums(&x, &w, rows, inputs, outputs);
-            let shape = Product { rows, inputs, outputs, dtype, y_dtype, add, gated };
+            let shape = Product { rows, inputs, outputs, dtype, y_dtype, add, gated, weights: 2 };
             let scratch = upload(&gpu, dtype, &before).0;
             let place = Place { gates: Some((&scratch, &kernels)), before: &|| Ok(()) };
             let y = upload(&gpu, y_dtype, &before).0;
@@ -155,7 +156,7 @@ fn product_times() {
         for rows in [1, 16, 24, 40, 64, 72, 128, 136] {
             let dtype = DType::BF16;
             let y_dtype = if add { DType::F32 } else { dtype };
-            let shape = Product { rows, inputs, outputs, dtype, y_dtype, add, gated };
+            let shape = Product { rows, inputs, outputs, dtype, y_dtype, add, gated, weights: 8 };
             let mut line = format!("{rows:>5} ");
             for gpu in [&old, &new] {
                 let kernels = Kernels::new(gpu, dtype, 128).unwrap();

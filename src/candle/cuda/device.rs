@@ -201,13 +201,8 @@ impl Gpu {
         Ok(buffer)
     }
 
-    /// Copies the first elements of a buffer to the host, after all work asked for before.
-    pub(super) fn download<T: bytes::Plain>(&self, from: &Buffer, to: &mut [T]) -> Result<()> {
-        self.download_from(from, 0, to)
-    }
-
     /// Copies elements to the host that begin `skipped` bytes on in a buffer, after all work asked for before.
-    pub(super) fn download_from<T: bytes::Plain>(
+    pub(super) fn download<T: bytes::Plain>(
         &self,
         from: &Buffer,
         skipped: usize,

@@ -16,10 +16,13 @@ use crate::candle::Result;
 /// What algorithms may use besides their operands. Hopper's want up to 32 MiB.
 pub(super) const WORKSPACE: usize = 32 << 20;
 
-/// Algorithms of the library that are timed for a shape at most, on how many weights, and how often.
+/// Algorithms of the library that are timed for a shape at most, and on how many weights.
 const CANDIDATES: usize = 16;
 const TIMED_WEIGHTS: usize = 8;
-const TIMED_RUNS: usize = 3;
+
+/// How often something is timed: for so many milliseconds, within these bounds.
+const TIMED_MILLISECONDS: f64 = 4.0;
+const TIMED_RUNS: (f64, f64) = (3.0, 10.0);
 
 /// Ways of ours that are kept for the choice in a whole pass, and how much of the pass's time a way may leave to be taken.
 const KEPT_TILES: usize = 4;
@@ -193,8 +196,9 @@ impl Gpu {
         work()?;
         self.synchronize()?;
         let graph = self.capture(work)?;
-        (0..TIMED_RUNS)
-            .try_fold(f64::INFINITY, |least, _| Ok(least.min(self.time(|| graph.launch())?)))
+        let first = self.time(|| graph.launch())?;
+        let runs = (TIMED_MILLISECONDS / first).clamp(TIMED_RUNS.0, TIMED_RUNS.1) as usize;
+        (1..runs).try_fold(first, |least, _| Ok(least.min(self.time(|| graph.launch())?)))
     }
 }
 

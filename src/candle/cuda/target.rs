@@ -301,7 +301,7 @@ impl CudaTarget {
             return Err(Error::argument("slot", slot, format!("below {width}")));
         }
         let mut row = vec![0.0; vocab_size];
-        self.stack.gpu.download_from(&self.logits, 4 * slot * vocab_size, &mut row)?;
+        self.stack.gpu.download(&self.logits, 4 * slot * vocab_size, &mut row)?;
         Ok(row)
     }
 

@@ -67,17 +67,17 @@ fn download(gpu: &Gpu, dtype: DType, buffer: &Buffer, len: usize) -> Vec<f32> {
     match dtype {
         DType::BF16 => {
             let mut out = vec![bf16::ZERO; len];
-            gpu.download(buffer, &mut out).unwrap();
+            gpu.download(buffer, 0, &mut out).unwrap();
             out.iter().map(|x| x.to_f32()).collect()
         }
         DType::F16 => {
             let mut out = vec![f16::ZERO; len];
-            gpu.download(buffer, &mut out).unwrap();
+            gpu.download(buffer, 0, &mut out).unwrap();
             out.iter().map(|x| x.to_f32()).collect()
         }
         _ => {
             let mut out = vec![0.0; len];
-            gpu.download(buffer, &mut out).unwrap();
+            gpu.download(buffer, 0, &mut out).unwrap();
             out
         }
     }

@@ -3,10 +3,10 @@
 
 #include "common.cuh"
 
-// `qkv` holds `q_heads + 2 * kv_heads` heads of each of `layers` layers a row, or, with `q_heads` 0, keys and values only, and so
-// does `bias`; norms have a row a layer. Queries are rotated in place. Keys and values of row `r` go to cache row `*prefix + r`;
-// those of the next layer are `layer_stride` elements on. `bias`, `q_norm` and `k_norm` may be null. `rope` is (cos, sin)
-// pairs, `D / 2` a position.
+// A row of `qkv` holds `q_heads + 2 * kv_heads` heads of each of `layers` layers, or, with `q_heads` 0, keys and values
+// only, and so does `bias`; norms have a row a layer. Queries are rotated in place. Keys and values of row `r` go to
+// cache row `*prefix + r`; those of the next layer are `layer_stride` elements on. `bias`, `q_norm` and `k_norm` may
+// be null. `rope` is (cos, sin) pairs, `D / 2` a position.
 template <typename T, int D>
 __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const float *k_norm, float eps,
                            const float2 *rope, const uint32_t *positions, const uint32_t *prefix, T *k_cache,

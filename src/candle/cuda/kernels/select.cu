@@ -21,8 +21,8 @@ __device__ __forceinline__ uint64_t warp_greatest(uint64_t x) {
     return x;
 }
 
-// best[row] = the greatest packed entry of the row, in memory of the host. `bests` has an entry per part and row, `counters` one
-// zero a row, and has it again afterwards. Grid (parts, rows).
+// best[row] = the greatest packed entry of the row, in memory of the host. `bests` has an entry per part and row,
+// `counters` one zero a row, and has it again afterwards. Grid (parts, rows).
 template <typename T>
 __device__ void argmax(const T *logits, uint64_t *bests, unsigned *counters, uint64_t *best, int size) {
     __shared__ uint64_t found[32];
@@ -119,9 +119,9 @@ __device__ __forceinline__ int sum_before(int x) {
     return before;
 }
 
-// Calls `take(j, place)` for the `wanted` greatest of all threads' keys `key(0)` to `key(count - 1)`, of which there are more;
-// of equal ones, for those of earlier threads, and earlier ones of a thread. Places are in that order. `count` is the same for
-// all threads. Returns a bound: keys that are taken are not below it, and it is not above the least of them.
+// Calls `take(j, place)` for the `wanted` greatest of all threads' keys `key(0)` to `key(count - 1)`, of which there are
+// more; of equal ones, for those of earlier threads, and earlier ones of a thread. Places are in that order, too.
+// `count` is the same for all threads; keys that are no one's are zero. Returns a bound that no key taken is below.
 template <typename Key, typename Take>
 __device__ uint32_t select(Key key, int count, int wanted, Take take) {
     uint32_t bound = 0;
@@ -150,11 +150,11 @@ __device__ uint32_t select(Key key, int count, int wanted, Take take) {
     return bound;
 }
 
-// Log-probabilities and ids of the `k` best entries of each row, best first, in memory of the host, from what `chunk_best` left.
-// One block per row; there are fewer than 2^16 chunks.
+// Log-probabilities and ids of the `k` best entries of each row, best first, in memory of the host, from what
+// `chunk_best` left. One block per row; there are fewer than 2^16 chunks.
 //
-// The k chunks with the greatest entries have the k best of all, and what is below the least of these k is not among them; with
-// fewer chunks, everything may be.
+// The k chunks with the greatest entries have the k best of all, and what is below the least of these k is not among
+// them; with fewer chunks, everything may be.
 template <typename T>
 __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms, uint32_t *ids, float *log_probs,
                       int size, int chunks, int k) {
@@ -252,7 +252,7 @@ __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms
 #define KERNELS(T)                                                                                                     \
     extern "C" __global__ void argmax_##T(const T *logits, uint64_t *bests, unsigned *counters, uint64_t *best,        \
                                           int size) {                                                                  \
-        argmax<T>(logits, bests, counters, best, size);                                                                                 \
+        argmax<T>(logits, bests, counters, best, size);                                                                \
     }                                                                                                                  \
     extern "C" __global__ void chunk_best_##T(const T *logits, uint32_t *keys, float2 *norms, int size, int chunks) {  \
         chunk_best<T>(logits, keys, norms, size, chunks);                                                              \

@@ -543,6 +543,10 @@ impl<T: bytes::Plain> Pinned<T> {
         unsafe { std::slice::from_raw_parts(self.pointer, self.len) }
     }
 
+    pub(super) fn len(&self) -> usize {
+        self.len
+    }
+
     /// Where the GPU writes the elements itself: they are there after the next wait.
     pub(super) fn device(&self) -> CUdeviceptr {
         // Memory of `cuMemHostAlloc` has the same address on both sides.

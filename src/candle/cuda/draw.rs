@@ -83,7 +83,7 @@ impl Draw {
         picks: &Pinned<u64>,
     ) -> Result<()> {
         assert!(inputs.rows * 4 <= self.counters.bytes(), "made for fewer rows");
-        assert!(inputs.rows <= picks.as_slice().len(), "picks have a place");
+        assert!(inputs.rows <= picks.len(), "picks have a place");
         let draws = self.settings.send(gpu)?;
         let (logits, positions) = (logits.pointer(), inputs.positions);
         let (bounds, known) = (self.bounds.pointer(), self.known.pointer());

@@ -362,7 +362,7 @@ impl Argmax {
         picks: &Pinned<u64>,
     ) -> Result<()> {
         assert!(4 * rows <= self.counters.bytes(), "made for fewer rows");
-        assert!(rows <= picks.as_slice().len(), "picks have a place");
+        assert!(rows <= picks.len(), "picks have a place");
         let (bests, counters) = (self.bests.pointer(), self.counters.pointer());
         let (logits, picks) = (logits.pointer(), picks.device());
         let (parts, size) = (Self::parts(rows, self.size) as u32, self.size as i32);

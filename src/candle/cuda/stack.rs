@@ -194,7 +194,7 @@ impl Stack {
     }
 
     /// Asks for the keys and values of rows that others attend to but that do not attend themselves: `x` is `[rows,
-    /// hidden]`, `kv` memory for `[rows, width of `of`]`.
+    /// hidden]`, `kv` memory for `[rows, of.width]`.
     pub(super) fn write_context(
         &self,
         of: &KeyValues,

@@ -12,9 +12,9 @@ use super::kernels::parameters;
 use super::products::{Operands, Product};
 use crate::candle::Result;
 
-/// Rows of `x` that there are kernels for, and with how many warpgroups: more have no room for their sums.
-const ROWS: [usize; 6] = [8, 24, 40, 72, 136, 256];
-const WARPGROUPS: [RangeInclusive<usize>; 6] = [1..=3, 1..=3, 1..=3, 1..=3, 2..=3, 2..=2];
+/// Rows of `x` that there are kernels for, and with how many warpgroups.
+const KERNELS: [(usize, RangeInclusive<usize>); 6] =
+    [(8, 1..=3), (24, 1..=3), (40, 1..=3), (72, 1..=3), (136, 2..=3), (256, 2..=2)];
 
 /// Columns of a tile, and bytes of one of its rows.
 pub(super) const COLUMNS: usize = 64;
@@ -53,15 +53,14 @@ impl Tiles {
             _ => return Ok(ways),
         };
         let suits = shape.inputs.is_multiple_of(8) && shape.outputs.is_multiple_of(16);
-        let Some(widest) = ROWS.iter().position(|&rows| suits && rows >= shape.rows) else {
-            return Ok(ways);
-        };
+        let widest = KERNELS.iter().position(|(rows, _)| suits && *rows >= shape.rows);
+        let Some(widest) = widest else { return Ok(ways) };
         let memory = gpu.shared_memory()?.0 - STATIC_BYTES;
         let columns = shape.inputs.div_ceil(COLUMNS);
-        let each = |(&rows, groups): (&usize, RangeInclusive<usize>)| {
-            groups.map(move |warpgroups| (rows, warpgroups))
-        };
-        for (rows, warpgroups) in ROWS[..=widest].iter().zip(WARPGROUPS).flat_map(each) {
+        let kernels = KERNELS[..=widest].iter().flat_map(|(rows, warpgroups)| {
+            warpgroups.clone().map(|warpgroups| (*rows, warpgroups))
+        });
+        for (rows, warpgroups) in kernels {
             let name = format!("product_{rows}_{warpgroups}_{}", shape.dtype.as_str());
             let function = module.load_function(&name)?;
             allow_shared_memory(&function, memory)?;
@@ -73,8 +72,9 @@ impl Tiles {
                     continue;
                 };
                 let clusters = clusters(splits, shared_bytes);
-                let at_once = || gpu.clusters_at_once(&function, threads(warpgroups), clusters);
-                if (splits == 1 && row_tiles == 1) || tiles <= at_once()? {
+                if (splits == 1 && row_tiles == 1)
+                    || tiles <= gpu.clusters_at_once(&function, threads(warpgroups), clusters)?
+                {
                     let function = function.clone();
                     ways.push(Self { function, rows, warpgroups, splits, stages, shared_bytes });
                 }

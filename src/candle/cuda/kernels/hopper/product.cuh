@@ -300,7 +300,7 @@ constexpr int blocks_at_once(int n, int warpgroups) { return n * warpgroups > 27
 #define PRODUCT(T, N, WARPGROUPS)                                                                                      \
     extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, blocks_at_once(N, WARPGROUPS))                 \
         product_##N##_##WARPGROUPS##_##T(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, \
-                                         void *y, int rows, int inputs, int outputs, int stages, int output) {                                                                         \
+                                         void *y, int rows, int inputs, int outputs, int stages, int output) {         \
         product<T, N, WARPGROUPS>(w, x, y, rows, inputs, outputs, stages, output);                                     \
     }
 #define PRODUCTS(T)                                                                                                    \

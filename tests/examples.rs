@@ -185,7 +185,11 @@ fn mistakes_are_named() {
     #[cfg(feature = "cuda")]
     for (name, args, part) in [
         ("bench_decode", &["--random", "qwen3-8b"][..], "with --device cuda"),
-        ("bench_decode", &["--device", "cuda", "--random", "cube"], "qwen3-4b, qwen3-8b"),
+        (
+            "bench_decode",
+            &["--device", "cuda", "--random", "cube"],
+            "qwen3-4b, qwen3-8b, smollm2-135m",
+        ),
         ("conformance", &["--device", "cuda", "file.json"], "accepted: cpu"),
     ] {
         assert!(stderr(&run(name, args)).contains(part), "{name} {args:?}");

@@ -3,26 +3,48 @@
 use anyhow::{Result, bail};
 use ddtree::candle::{DecoderConfig, dflash::DFlashConfig};
 
+/// What [`of`] knows.
+const NAMES: &str = "qwen3-4b, qwen3-8b, smollm2-135m";
+
 /// Configurations of a target and its published drafter.
 pub fn of(name: &str) -> Result<(DecoderConfig, DFlashConfig)> {
-    let (hidden, intermediate, tied) = match name {
-        "qwen3-4b" => (2560, 9728, true),
-        "qwen3-8b" => (4096, 12_288, false),
-        _ => bail!("--random: found {name}, accepted: qwen3-4b, qwen3-8b"),
+    let (target, layers, tied, layer) = match name {
+        "qwen3-4b" => (QWEN3, 36, true, qwen3(2560, 9728)),
+        "qwen3-8b" => (QWEN3, 36, false, qwen3(4096, 12_288)),
+        "smollm2-135m" => (LLAMA, 30, true, SMOLLM2.to_owned()),
+        _ => bail!("--random: found {name}, accepted: {NAMES}"),
     };
-    let layer = format!(
+    let drafter = match name {
+        "smollm2-135m" => SMOLLM2_DRAFTER,
+        _ => QWEN3_DRAFTER,
+    };
+    let target = format!(
+        r#"{{{target}, {layer}, "num_hidden_layers": {layers}, "tie_word_embeddings": {tied}}}"#
+    );
+    let drafter = format!(
+        r#"{{"architectures": ["DFlashDraftModel"], {layer}, {drafter}, "num_target_layers": {layers},
+             "block_size": 16}}"#
+    );
+    Ok((DecoderConfig::from_json(&target)?, DFlashConfig::from_json(&drafter)?))
+}
+
+const QWEN3: &str = r#""architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3""#;
+const LLAMA: &str = r#""architectures": ["LlamaForCausalLM"], "model_type": "llama""#;
+
+const QWEN3_DRAFTER: &str = r#""num_hidden_layers": 5,
+    "dflash_config": {"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669}"#;
+const SMOLLM2_DRAFTER: &str = r#""model_type": "qwen3", "num_hidden_layers": 3,
+    "dflash_config": {"target_layer_ids": [1, 8, 14, 20, 27], "mask_token_id": 16}"#;
+
+const SMOLLM2: &str = r#""hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9,
+    "num_key_value_heads": 3, "head_dim": 64, "rms_norm_eps": 1e-5, "rope_theta": 100000,
+    "max_position_embeddings": 8192, "vocab_size": 49152"#;
+
+/// What a target and its drafter have in common.
+fn qwen3(hidden: usize, intermediate: usize) -> String {
+    format!(
         r#""hidden_size": {hidden}, "intermediate_size": {intermediate}, "num_attention_heads": 32,
            "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-6, "rope_theta": 1000000,
            "max_position_embeddings": 40960, "vocab_size": 151936"#
-    );
-    let target = format!(
-        r#"{{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", {layer},
-             "num_hidden_layers": 36, "tie_word_embeddings": {tied}}}"#
-    );
-    let drafter = format!(
-        r#"{{"architectures": ["DFlashDraftModel"], {layer}, "num_hidden_layers": 5,
-             "num_target_layers": 36, "block_size": 16,
-             "dflash_config": {{"target_layer_ids": [1, 9, 17, 25, 33], "mask_token_id": 151669}}}}"#
-    );
-    Ok((DecoderConfig::from_json(&target)?, DFlashConfig::from_json(&drafter)?))
+    )
 }

@@ -9,7 +9,7 @@ use super::device::{Buffer, Graph};
 use super::draw::Couple;
 use super::kernels::{Kernels, TopK};
 use super::products::{Place, Product};
-use super::stack::{KeyValues, PassInput, Stack, TapInto, padded};
+use super::stack::{KeyValues, PassInput, Stack, TapInto, padded, padded_to_few};
 use super::target::Shared;
 use super::weights::{Loader, Source, check};
 use super::{CudaTaps, CudaTarget};
@@ -37,8 +37,8 @@ pub struct CudaDFlash {
     top_k: TopK,
     logits: Buffer,
     block: PassInput,
-    /// By whether drafts are coupled.
-    drafts: BTreeMap<bool, Graph>,
+    /// By whether drafts are coupled, and how many entries a depth has.
+    drafts: BTreeMap<(bool, usize), Graph>,
     observe: BTreeMap<usize, Graph>,
     start: usize,
     len: usize,
@@ -140,7 +140,7 @@ impl CudaDFlash {
     }
 
     /// Asks for everything that a proposal does on the GPU.
-    fn draft_pass(&self, width: usize, coupled: bool) -> Result<()> {
+    fn draft_pass(&self, width: usize, coupled: bool, k: usize) -> Result<()> {
         let (gpu, vocab_size) = (&self.stack.gpu, self.shared.vocab_size);
         self.block.send(gpu, width)?;
         let none = TapInto { layers: &[], rows: &self.logits };
@@ -153,7 +153,7 @@ impl CudaDFlash {
         if coupled {
             self.couple.run(gpu, inputs.positions, logits, depths)?;
         }
-        self.top_k.run(gpu, logits, depths)
+        self.top_k.run(gpu, logits, depths, k)
     }
 
     /// Asks for everything that an observation of `width` rows does on the GPU, once their taps are there.
@@ -250,7 +250,7 @@ impl Drafter<CudaTaps> for CudaDFlash {
         let row_bytes = self.config.feature_size() * self.stack.dtype().size_in_bytes();
         let mut row = self.len;
         for block in &features.blocks {
-            let width = padded(block.rows);
+            let width = padded_to_few(block.rows, padded(self.shared.max_slots));
             let positions = (self.start + row..self.start + row + block.rows).map(|p| p as u32);
             let rows = positions.map(|position| (0, position));
             self.context.input.write(&gpu, width, row, rows, |_, _| {})?;
@@ -301,21 +301,23 @@ impl Drafter<CudaTaps> for CudaDFlash {
         if let Some(key) = request.noise() {
             self.couple.set(&key);
         }
-        if !self.drafts.contains_key(&coupled) {
-            let pass = || self.draft_pass(width, coupled);
+        let k = request.top_k().clamp(1, self.top_k.max_k());
+        let key = (coupled, k);
+        if !self.drafts.contains_key(&key) {
+            let pass = || self.draft_pass(width, coupled, k);
             self.shared.plan(&self.stack, width, &self.logits, &pass)?;
-            self.draft_pass(width, coupled)?;
+            pass()?;
             gpu.synchronize()?;
-            let graph = gpu.capture(|| self.draft_pass(width, coupled))?;
-            self.drafts.insert(coupled, graph);
+            let graph = gpu.capture(pass)?;
+            self.drafts.insert(key, graph);
         }
-        self.drafts[&coupled].launch()?;
+        self.drafts[&key].launch()?;
         gpu.synchronize()?;
         self.block.landed();
         self.context.input.landed();
-        let wanted = request.top_k().min(self.top_k.k());
         for depth in 0..horizon {
-            let (ids, log_probs) = self.top_k.row(depth);
+            let (ids, log_probs) = self.top_k.row(depth, k);
+            let wanted = request.top_k().min(k);
             proposal.push(&ids[..wanted], &log_probs[..wanted])?;
         }
         proposal.set_coupled(coupled);

@@ -396,22 +396,22 @@ pub(super) struct TopK {
     ids: Pinned<u32>,
     log_probs: Pinned<f32>,
     size: usize,
-    k: usize,
+    max_k: usize,
     max_rows: usize,
 }
 
 impl TopK {
-    /// For rows of `size` entries of which `k` are wanted.
+    /// For rows of `size` entries of which up to `max_k` are wanted.
     pub(super) fn new(
         gpu: &Gpu,
         dtype: DType,
         max_rows: usize,
         size: usize,
-        k: usize,
+        max_k: usize,
     ) -> Result<Self> {
         let (limit, chunks) = (MAX_TOP_K.min(size), size.div_ceil(CHUNK));
-        if k == 0 || k > limit {
-            return Err(Error::argument("top_k", k, format!("1 to {limit} on a GPU")));
+        if max_k == 0 || max_k > limit {
+            return Err(Error::argument("top_k", max_k, format!("1 to {limit} on a GPU")));
         }
         if chunks >= 1 << 16 {
             let accepted = format!("fewer than {} on a GPU", CHUNK << 16);
@@ -423,32 +423,32 @@ impl TopK {
             function: load("top_k")?,
             keys: gpu.allocate(4 * max_rows * chunks)?,
             norms: gpu.allocate(8 * max_rows * chunks)?,
-            ids: gpu.pinned(max_rows * k)?,
-            log_probs: gpu.pinned(max_rows * k)?,
+            ids: gpu.pinned(max_rows * max_k)?,
+            log_probs: gpu.pinned(max_rows * max_k)?,
             size,
-            k,
+            max_k,
             max_rows,
         })
     }
 
-    pub(super) fn k(&self) -> usize {
-        self.k
+    pub(super) fn max_k(&self) -> usize {
+        self.max_k
     }
 
-    /// The best entries of a row, best first, once what [`run`](Self::run) asked for has been waited for.
-    pub(super) fn row(&self, row: usize) -> (&[u32], &[f32]) {
-        let entries = row * self.k..(row + 1) * self.k;
+    /// The `k` best entries of a row, best first, once what [`run`](Self::run) asked for has been waited for.
+    pub(super) fn row(&self, row: usize, k: usize) -> (&[u32], &[f32]) {
+        let entries = row * k..(row + 1) * k;
         (&self.ids.as_slice()[entries.clone()], &self.log_probs.as_slice()[entries])
     }
 
-    /// Asks for the best entries of `rows` rows at `logits`.
-    pub(super) fn run(&self, gpu: &Gpu, logits: CUdeviceptr, rows: usize) -> Result<()> {
-        assert!(rows <= self.max_rows, "made for fewer rows");
+    /// Asks for the `k` best entries of `rows` rows at `logits`.
+    pub(super) fn run(&self, gpu: &Gpu, logits: CUdeviceptr, rows: usize, k: usize) -> Result<()> {
+        assert!(rows <= self.max_rows && (1..=self.max_k).contains(&k), "made for less");
         let chunks = self.size.div_ceil(CHUNK);
         let (keys, norms) = (self.keys.pointer(), self.norms.pointer());
         let (ids, log_probs) = (self.ids.device(), self.log_probs.device());
         let parts = chunks.div_ceil(4 * 8) as u32;
-        let (size, chunks, k) = (self.size as i32, chunks as i32, self.k as i32);
+        let (size, chunks, k) = (self.size as i32, chunks as i32, k as i32);
         // SAFETY: the caller's logits are `rows` rows of the size that the rest was made for.
         unsafe {
             gpu.launch_early(

@@ -176,7 +176,14 @@ impl Gpu {
             let candidates = plans.borrow()[shape].ways.len();
             for candidate in 1..candidates {
                 swap(shape, candidate);
-                let time = self.time_captured(pass)?;
+                let mut time = self.time_captured(pass)?;
+                if time < best * FASTER {
+                    // The GPU's clock changes: once more, one right after the other.
+                    swap(shape, candidate);
+                    best = self.time_captured(pass)?;
+                    swap(shape, candidate);
+                    time = self.time_captured(pass)?;
+                }
                 if time < best * FASTER {
                     best = time;
                 } else {

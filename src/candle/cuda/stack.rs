@@ -7,6 +7,7 @@ use super::attention::{Attention, Cached};
 use super::device::{Buffer, Gpu, Pinned};
 use super::kernels::{Heads, Inputs, Kernels, Path, RopeStore};
 use super::products::{Place, Product};
+use super::tiles;
 use super::weights::Loader;
 use crate::candle::{DecoderConfig, Error, Result};
 
@@ -491,4 +492,11 @@ impl PassInput {
 /// and more, so that filling up to the next multiple costs nothing.
 pub(super) fn padded(rows: usize) -> usize {
     if rows <= 1 { 1 } else { rows.next_multiple_of(8) }
+}
+
+/// As [`padded`], where any number of rows may come, as from prompts: there are few such widths, since what is done for
+/// the first time is planned first. None is above `widest`.
+pub(super) fn padded_to_few(rows: usize, widest: usize) -> usize {
+    let few = tiles::rows_of_kernels().find(|&width| rows > 1 && width >= rows);
+    few.map_or(padded(rows), |width| width.min(widest))
 }

@@ -11,7 +11,7 @@ use super::device::{Buffer, Gpu, Graph, Pinned};
 use super::draw::Draw;
 use super::kernels::{Argmax, Kernels, MAX_SLOTS, Path, TopK};
 use super::products::{Place, Product};
-use super::stack::{PassInput, Stack, TapInto, padded};
+use super::stack::{PassInput, Stack, TapInto, padded, padded_to_few};
 use super::weights::{Loader, Source, check};
 use crate::candle::{DecoderConfig, Error, Result, Weights};
 use crate::{Capabilities, CommitPlan, NoiseKey, PickRule, Picks, Prefill, Round, Verifier};
@@ -281,9 +281,10 @@ impl CudaTarget {
         if slot >= width {
             return Err(Error::argument("slot", slot, format!("below {width}")));
         }
-        self.top_two.run(gpu, self.logits.at(4 * slot * self.shared.vocab_size), 1)?;
+        let k = self.top_two.max_k();
+        self.top_two.run(gpu, self.logits.at(4 * slot * self.shared.vocab_size), 1, k)?;
         gpu.synchronize()?;
-        let (ids, log_probs) = self.top_two.row(0);
+        let (ids, log_probs) = self.top_two.row(0, k);
         let mut found = [(0, f32::NEG_INFINITY); 2];
         for (found, (&id, &log_prob)) in found.iter_mut().zip(ids.iter().zip(log_probs)) {
             *found = (id, log_prob);
@@ -455,7 +456,7 @@ impl Verifier for CudaTarget {
         let mut last = None;
         let mut at = start;
         for chunk in tokens.chunks(self.options.max_slots) {
-            let width = padded(chunk.len());
+            let width = padded_to_few(chunk.len(), self.max_width());
             let rows = chunk.iter().enumerate().map(|(row, &token)| (token, (at + row) as u32));
             self.input.write(&self.stack.gpu, width, at, rows, causal)?;
             self.run(width, noise_of(picks))?;

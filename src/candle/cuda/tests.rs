@@ -155,13 +155,14 @@ fn top_k_equals_a_full_sort() {
             (1003, 5),
             (8192, 64),
             (8193, 64),
+            (49_152, 1),
             (49_152, 16),
             (151_936, 64),
         ] {
             let rows = rows(&mut rng, size);
-            let kernel = TopK::new(&gpu, dtype, rows.len(), size, k).unwrap();
+            let kernel = TopK::new(&gpu, dtype, rows.len(), size, 64.min(size)).unwrap();
             let (logits, rounded) = upload(&gpu, dtype, &rows.concat());
-            kernel.run(&gpu, logits.pointer(), rows.len()).unwrap();
+            kernel.run(&gpu, logits.pointer(), rows.len(), k).unwrap();
             gpu.synchronize().unwrap();
             for (row, logits) in rounded.chunks(size).enumerate() {
                 let mut order: Vec<u32> = (0..size as u32).collect();
@@ -170,7 +171,7 @@ fn top_k_equals_a_full_sort() {
                     y.partial_cmp(&x).unwrap().then(a.cmp(&b))
                 });
                 let what = format!("{dtype:?} {size} top {k} row {row}");
-                let (ids, log_probs) = kernel.row(row);
+                let (ids, log_probs) = kernel.row(row, k);
                 assert_eq!(ids, &order[..k], "{what}");
                 let sum = top_k::log_sum_exp(logits).unwrap();
                 for (&id, &found) in order.iter().zip(log_probs) {
@@ -546,7 +547,7 @@ fn kernel_times_of(
         });
         let silu = time(&|_| kernels.silu_mul(gpu, &gate_up, &activated, rows * intermediate));
         let pick = time(&|_| argmax.run(gpu, &logits, rows, &picks));
-        let select = time(&|_| top_k.run(gpu, logits.pointer(), 15));
+        let select = time(&|_| top_k.run(gpu, logits.pointer(), 15, 64));
         eprintln!(
             "{rows:>5}  {attend:>6.2}  {norm:>6.2}  {rotate:>6.2}  {silu:>6.2}  {pick:>6.2}  {select:>6.2}"
         );

@@ -16,9 +16,17 @@ use crate::candle::Result;
 const KERNELS: [(usize, RangeInclusive<usize>); 6] =
     [(8, 1..=3), (24, 1..=3), (40, 1..=3), (72, 1..=3), (136, 2..=3), (256, 2..=2)];
 
+/// Rows that there are kernels for, fewest first.
+pub(super) fn rows_of_kernels() -> impl Iterator<Item = usize> {
+    KERNELS.iter().map(|(rows, _)| *rows)
+}
+
 /// Columns of a tile, and bytes of one of its rows.
 pub(super) const COLUMNS: usize = 64;
 const ROW_BYTES: usize = 2 * COLUMNS;
+
+/// Up to so many rows, threads send sums to other splits.
+const SENT_ROWS: usize = 24;
 
 /// Bytes of shared memory that the kernel declares, and that aligning its tiles may take.
 const STATIC_BYTES: usize = 1024;
@@ -68,7 +76,8 @@ impl Tiles {
             let tiles = shape.outputs.div_ceil(64 * warpgroups) * row_tiles;
             for splits in 1..=MAX_SPLITS.min(columns) {
                 let depth = columns.div_ceil(splits);
-                let Some((stages, shared_bytes)) = stages(rows, warpgroups, depth, memory) else {
+                let Some((stages, shared_bytes)) = stages(rows, warpgroups, splits, depth, memory)
+                else {
                     continue;
                 };
                 let clusters = clusters(splits, shared_bytes);
@@ -130,15 +139,29 @@ fn clusters(splits: usize, shared_bytes: usize) -> Clusters {
     Clusters { blocks: (1, splits as u32), shared_bytes }
 }
 
-/// How many stages there is room for, if there are so many tiles, and the memory that a block then needs.
-fn stages(rows: usize, warpgroups: usize, tiles: usize, memory: usize) -> Option<(usize, usize)> {
-    let memory = memory - ALIGNMENT;
+/// How many stages there is room for, if a block has so many tiles, and the memory that a block then needs.
+fn stages(
+    rows: usize,
+    warpgroups: usize,
+    splits: usize,
+    tiles: usize,
+    memory: usize,
+) -> Option<(usize, usize)> {
     let outputs = 64 * warpgroups;
+    // What takes the place of tiles, and what is received from other splits.
+    let (results, received) = match (splits, rows <= SENT_ROWS) {
+        (1, _) => (2 * rows * (outputs + 8), 0),
+        (_, true) => (0, splits * (rows / 2).div_ceil(splits) * outputs * 8),
+        (_, false) => {
+            let row = 4 * (outputs + 4);
+            (rows * row, (splits - 1) * rows.div_ceil(splits) * row)
+        }
+    };
+    let memory = (memory - ALIGNMENT).checked_sub(received)?;
     let stage = (outputs + rows) * ROW_BYTES;
     let stages = (memory / stage).min(MAX_STAGES).min(tiles);
-    let sums = 4 * rows * (outputs + 4);
-    (stages >= MIN_STAGES.min(tiles) && sums <= memory)
-        .then_some((stages, ALIGNMENT + sums.max(stages * stage)))
+    (stages >= MIN_STAGES.min(tiles) && results <= memory)
+        .then_some((stages, ALIGNMENT + results.max(stages * stage) + received))
 }
 
 /// A matrix of which tiles of so many rows are copied.

@@ -117,7 +117,7 @@ fn coupled_lists_are_those_of_noisy_scores() {
             let root_buffer = gpu.upload(&[root]).unwrap();
             couple.set(&NoiseKey { seed, temperature, position: 0 });
             couple.run(&gpu, root_buffer.pointer(), logits.pointer(), rows.len()).unwrap();
-            top_k.run(&gpu, logits.pointer(), rows.len()).unwrap();
+            top_k.run(&gpu, logits.pointer(), rows.len(), k).unwrap();
             gpu.synchronize().unwrap();
             let scale = f64::from(crate::sample::coupled_scale(temperature) as f32);
             for (depth, row) in rows.iter().enumerate() {
@@ -133,7 +133,7 @@ fn coupled_lists_are_those_of_noisy_scores() {
                 let mut host = crate::TopK::new();
                 host.top_k_log_probs(&noisy, k, &mut tokens, &mut expected).unwrap();
                 let what = format!("{size} at {temperature}, row {depth}");
-                let (ids, log_probs) = top_k.row(depth);
+                let (ids, log_probs) = top_k.row(depth, k);
                 assert_eq!(ids, tokens, "{what}");
                 for (found, expected) in log_probs.iter().zip(expected) {
                     let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);

@@ -44,22 +44,6 @@ __device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster
 // Waits until all threads of the cluster have arrived.
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 
-// Both, and what the threads wrote before is seen after.
-__device__ __forceinline__ void cluster_barrier() {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-
-// Four floats in the same place of block `rank` of the cluster.
-__device__ __forceinline__ float4 load_remote(const float *p, unsigned rank) {
-    float4 x;
-    asm volatile("{\n.reg .b32 remote;\n"
-                 "mapa.shared::cluster.u32 remote, %4, %5;\n"
-                 "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [remote];\n}"
-                 : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-                 : "r"(shared_address(p)), "r"(rank));
-    return x;
-}
-
 // Stores to the same place of block `rank` of the cluster. The bytes count at that block's barrier.
 __device__ __forceinline__ void send(uint4 *p, uint64_t *barrier, unsigned rank, uint4 x) {
     asm volatile("{\n.reg .b32 remote, counted;\n"
@@ -77,6 +61,22 @@ __device__ __forceinline__ void send(float2 *p, uint64_t *barrier, unsigned rank
                  "st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [remote], {%3, %4}, [counted];\n}" ::"r"(
                      shared_address(p)),
                  "r"(shared_address(barrier)), "r"(rank), "f"(x.x), "f"(x.y)
+                 : "memory");
+}
+
+__device__ __forceinline__ void send(float4 *p, uint64_t *barrier, unsigned rank, float4 x) {
+    send(reinterpret_cast<uint4 *>(p), barrier, rank,
+         make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)));
+}
+
+// Sends what is in shared memory, a multiple of 16 bytes that has to stay until it has arrived.
+__device__ __forceinline__ void send(void *p, uint64_t *barrier, unsigned rank, const void *from, unsigned bytes) {
+    asm volatile("{\n.reg .b32 remote, counted;\n"
+                 "mapa.shared::cluster.u32 remote, %0, %2;\n"
+                 "mapa.shared::cluster.u32 counted, %1, %2;\n"
+                 "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [remote], [%3], %4, [counted];\n"
+                 "}" ::"r"(shared_address(p)),
+                 "r"(shared_address(barrier)), "r"(rank), "r"(shared_address(from)), "r"(bytes)
                  : "memory");
 }
 

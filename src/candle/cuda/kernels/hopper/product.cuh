@@ -3,8 +3,8 @@
 //
 // A block has 64 * WARPGROUPS outputs and N rows, as a tile of y^T: a warpgroup multiplies 64 rows of `w` with N rows of `x`,
 // those beyond `rows` being zero. One more warp asks for the tiles. Parts of the inputs are shared out over the blocks of a
-// cluster, each of which adds up the sums of some rows, in order. A weight so small that its outputs leave the GPU idle is
-// read by several blocks, for N rows each.
+// cluster, which send each other their sums; each adds up those of some rows, in order. A weight so small that its outputs
+// leave the GPU idle is read by several blocks, for N rows each.
 //
 // The weight's first tiles are asked for before the kernels ahead are done.
 #pragma once
@@ -70,45 +70,31 @@ __device__ __forceinline__ void add_to(float *p, float4 x) {
                  : "memory");
 }
 
+// Up to so many rows, threads send sums to other splits: every 16 bytes take the receiver a cycle or two. More are sent in one
+// piece.
+constexpr int SENT_ROWS = 24;
+
 template <typename T> __device__ __forceinline__ float gated(float gate, float up) {
     return to_f32(silu_mul(from_f32<T>(gate), from_f32<T>(up)));
 }
 
-// Blocks of a cluster at most.
-constexpr int MAX_SPLITS = 6;
-
-// Adds up what the blocks of the cluster have in some places. All is on its way before the first is needed.
-template <int COUNT>
-__device__ __forceinline__ void add_up(float4 (&sums)[COUNT], const float *(&at)[COUNT], int splits) {
-    float4 parts[MAX_SPLITS][COUNT];
-#pragma unroll
-    for (int split = 0; split < MAX_SPLITS; ++split)
-        if (split < splits)
-#pragma unroll
-            for (int n = 0; n < COUNT; ++n)
-                parts[split][n] = load_remote(at[n], split);
-#pragma unroll
-    for (int split = 0; split < MAX_SPLITS; ++split)
-        if (split < splits)
-#pragma unroll
-            for (int n = 0; n < COUNT; ++n)
-                sums[n] = split == 0 ? parts[0][n] : sums[n] + parts[split][n];
-}
-
 // Grid (tiles of outputs; splits of the inputs; tiles of rows), in clusters of all splits of a tile.
-// Shared memory: 1,024 bytes, and `stages` tiles of `w` and `x` or, if that is more, [N, 64 * WARPGROUPS + 4] floats.
+// Shared memory: 1,024 bytes; `stages` tiles of `w` and `x`, in the place of which results are put together: if there are no
+// splits, [N, outputs of the block + 8] elements, else, if N > SENT_ROWS, [N, outputs + 4] sums; and then what other splits
+// send: [own pairs of rows, splits, outputs, 2] sums or, if N > SENT_ROWS, [splits - 1, own rows, outputs + 4].
 template <typename T, int N, int WARPGROUPS>
 __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int rows, int inputs, int outputs,
                         int stages, int output) {
-    constexpr int OUTPUTS = 64 * WARPGROUPS, MAX_STAGES = 16;
+    constexpr int OUTPUTS = 64 * WARPGROUPS, UNITS = OUTPUTS / 2, STRIDE = OUTPUTS + 4, MAX_STAGES = 16;
+    constexpr bool BY_THREADS = N <= SENT_ROWS;
     constexpr int W_BYTES = OUTPUTS * COLUMNS * sizeof(T), X_BYTES = N * COLUMNS * sizeof(T);
     extern __shared__ uint8_t memory[];
-    __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES];
+    __shared__ uint64_t full[MAX_STAGES], empty[MAX_STAGES], received;
     uint8_t *tiles = memory + (1024 - shared_address(memory) % 1024) % 1024;
     auto w_tile = [&](int stage) { return tiles + stage * (W_BYTES + X_BYTES); };
     auto x_tile = [&](int stage) { return w_tile(stage) + W_BYTES; };
 
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     int splits = gridDim.y, split = blockIdx.y, first_output = blockIdx.x * OUTPUTS;
     int all = (inputs + COLUMNS - 1) / COLUMNS;
     int begin = all * split / splits, count = all * (split + 1) / splits - begin;
@@ -118,13 +104,23 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     y = static_cast<char *>(y) +
         (size_t)x_row * (output == GATED ? outputs / 2 : outputs) * (is_f32 ? sizeof(float) : sizeof(T));
 
+    // Each split adds up some rows: pairs of rows in turn if threads send them, else rows that lie together.
+    int pairs = (rows + 1) / 2;
+    auto first_of = [&](int split) { return rows * split / splits; };
+    int first_own = first_of(split);
+    int own = BY_THREADS ? (pairs + splits - 1 - split) / splits : first_of(split + 1) - first_own;
+
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage) {
             barrier_init(&full[stage], 1);
             barrier_init(&empty[stage], WARPGROUPS);
         }
+        barrier_init(&received, 1);
         barriers_ready();
+        barrier_expect(&received, own * (BY_THREADS ? splits * UNITS * sizeof(float4) : (splits - 1) * STRIDE * sizeof(float)));
     }
+    if (splits > 1)
+        cluster_arrive();
     __syncthreads();
 
     if (warp == 4 * WARPGROUPS) {
@@ -155,23 +151,21 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         // Not before: their blocks would take what this grid needs.
         dependents_may_start();
         if (splits > 1) {
-            cluster_barrier();
-            cluster_arrive();
             cluster_wait();
+            if (!BY_THREADS) {
+                cluster_arrive();
+                cluster_wait();
+            }
         }
         return;
     }
 
     int group = warp / 4;
     // Of the sums `d[4 n + c]`: the output in the tile, and the row.
-    auto of_output = [&](int c) { return group * 64 + warp % 4 * 16 + lane / 4 + c / 2 * 8; };
+    int first_place = warp * 16 + lane / 4;
+    auto of_output = [&](int c) { return first_place + c / 2 * 8; };
     auto of_row = [&](int n, int c) { return 8 * n + lane % 4 * 2 + c % 2; };
     float d[N / 2];
-    // In `y`, where it is f32; null outside.
-    auto in_y = [&](int n, int c) {
-        int row = of_row(n, c), column = first_output + of_output(c);
-        return row < rows && column < outputs ? static_cast<float *>(y) + (size_t)row * outputs + column : nullptr;
-    };
     await_inputs();
     int stage = 0, parity = 0, last = 0;
     for (int i = 0; i < count; ++i) {
@@ -196,102 +190,145 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     dependents_may_start();
 
     auto warpgroups_meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(128 * WARPGROUPS) : "memory"); };
-    if (splits == 1 && is_f32) {
+    // Writes sums of four places: outputs `place` and `place + 8` of the tile, of rows `row` and the next.
+    auto write = [&](float4 sum, int row, int place) {
+        int column = first_output + place;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (row + i >= rows || column >= outputs)
+                return;
+            float first = i == 0 ? sum.x : sum.y, second = i == 0 ? sum.z : sum.w;
+            size_t at = (size_t)(row + i) * outputs + column;
+            float *floats = static_cast<float *>(y) + at;
+            T *elements = static_cast<T *>(y);
+            if (output == ADDED_TO_F32) {
+                add_to(floats, first);
+                add_to(floats + 8, second);
+            } else if (output == AS_F32) {
+                floats[0] = first;
+                floats[8] = second;
+            } else if (output == AS_ELEMENTS) {
+                elements[at] = from_f32<T>(first);
+                elements[at + 8] = from_f32<T>(second);
+            } else {
+                elements[((size_t)(row + i) * outputs + first_output + place / 16 * 16) / 2 + place % 8] =
+                    from_f32<T>(gated<T>(first, second));
+            }
+        }
+    };
+    auto sums = [&](int n) { return make_float4(d[4 * n], d[4 * n + 1], d[4 * n + 2], d[4 * n + 3]); };
+
+    if (splits > 1 && BY_THREADS) {
+        float4 *parts = reinterpret_cast<float4 *>(tiles + stages * (W_BYTES + X_BYTES));
+        // The others' barriers are there.
+        cluster_wait();
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n) {
+            int pair = 4 * n + lane % 4, index = pair / splits, to = pair - index * splits;
+            if (pair < pairs)
+                send(parts + (index * splits + split) * UNITS + warp * 8 + lane / 4, &received, to, sums(n));
+        }
+        barrier_wait(&received, 0);
+        for (int i = threadIdx.x; i < own * UNITS; i += 128 * WARPGROUPS) {
+            int index = i / UNITS, unit = i % UNITS;
+            const float4 *part = parts + index * splits * UNITS + unit;
+            float4 sum = part[0];
+            for (int other = 1; other < splits; ++other)
+                sum = sum + part[other * UNITS];
+            write(sum, 2 * (index * splits + split), unit / 8 * 16 + unit % 8);
+        }
+        return;
+    }
+    if (splits > 1) {
+        // All warpgroups are done with the tiles.
+        warpgroups_meet();
+        float *whole = reinterpret_cast<float *>(tiles);
+        float *parts = whole + max(stages * (W_BYTES + X_BYTES) / (int)sizeof(float), N * STRIDE);
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
             for (int c = 0; c < 4; ++c)
-                if (float *to = in_y(n, c)) {
-                    if (output == ADDED_TO_F32)
-                        add_to(to, d[4 * n + c]);
-                    else
-                        *to = d[4 * n + c];
-                }
+                whole[of_row(n, c) * STRIDE + of_output(c)] = d[4 * n + c];
+        async_may_read();
+        warpgroups_meet();
+        cluster_wait();
+        if (threadIdx.x < splits && threadIdx.x != split) {
+            int to = threadIdx.x, first = first_of(to), theirs = first_of(to + 1) - first;
+            if (theirs > 0)
+                send(parts + (split - (split > to)) * theirs * STRIDE, &received, to, whole + first * STRIDE,
+                     theirs * STRIDE * sizeof(float));
+        }
+        __syncwarp();
+        barrier_wait(&received, 0);
+        cluster_arrive();
+        constexpr int OCTETS = OUTPUTS / 8;
+        for (int i = threadIdx.x; i < own * OCTETS; i += 128 * WARPGROUPS) {
+            int row = i / OCTETS, place = i % OCTETS / 2 * 16 + i % 2 * 4, column = first_output + place;
+            if (column >= outputs)
+                continue;
+            float4 first, second;
+            for (int other = 0; other < splits; ++other) {
+                const float *part = other == split ? whole + first_own * STRIDE
+                                                   : parts + (other - (other > split)) * own * STRIDE;
+                part += row * STRIDE + place;
+                float4 a = *reinterpret_cast<const float4 *>(part), b = *reinterpret_cast<const float4 *>(part + 8);
+                first = other == 0 ? a : first + a;
+                second = other == 0 ? b : second + b;
+            }
+            size_t at = (size_t)(first_own + row) * outputs + column;
+            float *floats = static_cast<float *>(y) + at;
+            T *elements = static_cast<T *>(y);
+            if (output == ADDED_TO_F32) {
+                add_to(floats, first);
+                add_to(floats + 8, second);
+            } else if (output == AS_F32) {
+                store4(floats, first);
+                store4(floats + 8, second);
+            } else if (output == AS_ELEMENTS) {
+                store4(elements + at, first);
+                store4(elements + at + 8, second);
+            } else {
+                store4(elements + (at - place % 16) / 2 + place % 8,
+                       make_float4(gated<T>(first.x, second.x), gated<T>(first.y, second.y),
+                                   gated<T>(first.z, second.z), gated<T>(first.w, second.w)));
+            }
+        }
+        // What was sent is where it belongs.
+        cluster_wait();
         return;
     }
-    // What follows takes the place of the tiles: all warpgroups are done with them.
-    warpgroups_meet();
-    if (splits == 1) {
-        // Elements, by rows: a gate and its up are sums of one thread.
-        bool pairs = output == GATED;
-        int tile_elements = pairs ? OUTPUTS / 2 : OUTPUTS, stride = tile_elements + 8;
-        int first = pairs ? first_output / 2 : first_output, size = pairs ? outputs / 2 : outputs;
-        T *elements = reinterpret_cast<T *>(tiles);
+    if (is_f32) {
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                int at = of_row(n, c) * stride;
-                if (!pairs)
-                    elements[at + of_output(c)] = from_f32<T>(d[4 * n + c]);
-                else if (c < 2)
-                    elements[at + (of_output(c) - lane / 4) / 2 + lane / 4] =
-                        from_f32<T>(gated<T>(d[4 * n + c], d[4 * n + c + 2]));
-            }
-        warpgroups_meet();
-        int units = tile_elements / 8;
-        for (int i = threadIdx.x; i < rows * units; i += 128 * WARPGROUPS) {
-            int row = i / units, column = i % units * 8;
-            if (first + column < size)
-                *reinterpret_cast<Vec8<T> *>(static_cast<T *>(y) + (size_t)row * size + first + column) =
-                    load8(elements + row * stride + column);
-        }
+            write(sums(n), of_row(n, 0), first_place);
         return;
     }
-
-    constexpr int STRIDE = OUTPUTS + 4;
-    float *sums = reinterpret_cast<float *>(tiles);
+    // Elements, by rows, in the place of the tiles: all warpgroups are done with them. A gate and its up are sums of one
+    // thread.
+    warpgroups_meet();
+    bool pairs_up = output == GATED;
+    int tile_elements = pairs_up ? OUTPUTS / 2 : OUTPUTS, stride = tile_elements + 8;
+    int first = pairs_up ? first_output / 2 : first_output, size = pairs_up ? outputs / 2 : outputs;
+    T *elements = reinterpret_cast<T *>(tiles);
 #pragma unroll
     for (int n = 0; n < N / 8; ++n)
 #pragma unroll
-        for (int c = 0; c < 4; ++c)
-            sums[of_row(n, c) * STRIDE + of_output(c)] = d[4 * n + c];
-    cluster_barrier();
-    int first_row = rows * split / splits, own_rows = rows * (split + 1) / splits - first_row;
-    const float *own = sums + first_row * STRIDE;
-    if (output == GATED) {
-        constexpr int UNITS = OUTPUTS / 8;
-        for (int i = threadIdx.x; i < own_rows * UNITS; i += 128 * WARPGROUPS) {
-            int row = i / UNITS, unit = i % UNITS, column = unit / 2 * 16 + unit % 2 * 4;
-            if (first_output + column >= outputs)
-                continue;
-            const float *gate[1] = {own + row * STRIDE + column}, *up[1] = {gate[0] + 8};
-            float4 g[1], u[1];
-            add_up(g, gate, splits);
-            add_up(u, up, splits);
-            g[0] = make_float4(gated<T>(g[0].x, u[0].x), gated<T>(g[0].y, u[0].y), gated<T>(g[0].z, u[0].z),
-                               gated<T>(g[0].w, u[0].w));
-            store4(static_cast<T *>(y) + ((size_t)(first_row + row) * outputs + first_output) / 2 + unit * 4, g[0]);
+        for (int c = 0; c < 4; ++c) {
+            int at = of_row(n, c) * stride;
+            if (!pairs_up)
+                elements[at + of_output(c)] = from_f32<T>(d[4 * n + c]);
+            else if (c < 2)
+                elements[at + (of_output(c) - lane / 4) / 2 + lane / 4] =
+                    from_f32<T>(gated<T>(d[4 * n + c], d[4 * n + c + 2]));
         }
-    } else {
-        // As many at once as leave registers to the kernels around.
-        constexpr int UNITS = OUTPUTS / 4, BATCH = WARPGROUPS < 3 ? 2 : 1;
-        for (int start = threadIdx.x; start < own_rows * UNITS; start += BATCH * 128 * WARPGROUPS) {
-            const float *at[BATCH];
-            size_t to[BATCH];
-            bool valid[BATCH];
-            float4 sum[BATCH];
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b) {
-                int i = start + b * 128 * WARPGROUPS, row = i / UNITS, column = i % UNITS * 4;
-                valid[b] = row < own_rows && first_output + column < outputs;
-                at[b] = valid[b] ? own + row * STRIDE + column : own;
-                to[b] = (size_t)(first_row + row) * outputs + first_output + column;
-            }
-            add_up(sum, at, splits);
-#pragma unroll
-            for (int b = 0; b < BATCH; ++b)
-                if (valid[b] && output == AS_ELEMENTS)
-                    store4(static_cast<T *>(y) + to[b], sum[b]);
-                else if (valid[b] && output == ADDED_TO_F32)
-                    add_to(static_cast<float *>(y) + to[b], sum[b]);
-                else if (valid[b])
-                    store4(static_cast<float *>(y) + to[b], sum[b]);
-        }
+    warpgroups_meet();
+    int units = tile_elements / 8;
+    for (int i = threadIdx.x; i < rows * units; i += 128 * WARPGROUPS) {
+        int row = i / units, column = i % units * 8;
+        if (first + column < size)
+            *reinterpret_cast<Vec8<T> *>(static_cast<T *>(y) + (size_t)row * size + first + column) =
+                load8(elements + row * stride + column);
     }
-    // Others may still read here.
-    cluster_arrive();
-    cluster_wait();
 }
 
 // Blocks that registers have to suffice for: the next product's come in while this one's finish.

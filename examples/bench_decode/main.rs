@@ -66,7 +66,7 @@ struct Args {
     chat: bool,
 
     /// Instead of texts, measure the parts of a round with random weights on a GPU. SHAPE: qwen3-4b,
-    /// qwen3-8b (needs `--features cuda` and --device cuda)
+    /// qwen3-8b, smollm2-135m (needs `--features cuda` and --device cuda)
     #[arg(long, value_name = "SHAPE", conflicts_with_all = ["target", "drafter", "prompts", "chat"])]
     random: Option<String>,
 

@@ -17,6 +17,7 @@ use serde_json::Value;
 use super::attention::{Attention, Cached};
 use super::device::{Buffer, Gpu};
 use super::kernels::{Argmax, Heads, Inputs, Kernels, Path, TopK};
+use super::stack::{padded, padded_to_few};
 use super::{CudaDFlash, CudaOptions, CudaTarget};
 use crate::candle::dflash::DFlashConfig;
 use crate::candle::{DecoderConfig, Weights};
@@ -456,6 +457,19 @@ fn bf16_and_f16_are_near_f32() {
     for (dtype, limit) in [(DType::BF16, 4e-2), (DType::F16, 5e-3)] {
         let distance = distance(&logits(dtype), &expected);
         assert!(distance < limit, "{dtype:?}: {distance}");
+    }
+}
+
+#[test]
+fn prompts_are_filled_up_to_few_widths() {
+    let mut widths: Vec<_> = (1..=252).map(|rows| padded_to_few(rows, 256)).collect();
+    assert!(widths.iter().zip(1..).all(|(&width, rows)| width >= rows), "{widths:?}");
+    widths.dedup();
+    assert_eq!(widths, [1, 8, 24, 40, 72, 136, 256]);
+    // Never wider than what memory was taken for.
+    for slots in 1..=252 {
+        let widest = padded(slots);
+        assert!((1..=slots).all(|rows| (rows..=widest).contains(&padded_to_few(rows, widest))));
     }
 }
 

@@ -70,8 +70,8 @@ __device__ __forceinline__ void add_to(float *p, float4 x) {
                  : "memory");
 }
 
-// Up to so many rows, threads send sums to other splits: every 16 bytes take the receiver a cycle or two. More are sent in one
-// piece.
+// Up to so many rows, threads send their sums to other splits, 16 bytes at a time, each of which takes the receiver time.
+// More are sent in one piece.
 constexpr int SENT_ROWS = 24;
 
 template <typename T> __device__ __forceinline__ float gated(float gate, float up) {
@@ -117,7 +117,8 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         }
         barrier_init(&received, 1);
         barriers_ready();
-        barrier_expect(&received, own * (BY_THREADS ? splits * UNITS * sizeof(float4) : (splits - 1) * STRIDE * sizeof(float)));
+        barrier_expect(&received, own * (BY_THREADS ? splits * UNITS * sizeof(float4)
+                                                    : (splits - 1) * STRIDE * sizeof(float)));
     }
     if (splits > 1)
         cluster_arrive();

@@ -3,20 +3,13 @@
 use anyhow::{Result, bail};
 use ddtree::candle::{DecoderConfig, dflash::DFlashConfig};
 
-/// What [`of`] knows.
-const NAMES: &str = "qwen3-4b, qwen3-8b, smollm2-135m";
-
 /// Configurations of a target and its published drafter.
 pub fn of(name: &str) -> Result<(DecoderConfig, DFlashConfig)> {
-    let (target, layers, tied, layer) = match name {
-        "qwen3-4b" => (QWEN3, 36, true, qwen3(2560, 9728)),
-        "qwen3-8b" => (QWEN3, 36, false, qwen3(4096, 12_288)),
-        "smollm2-135m" => (LLAMA, 30, true, SMOLLM2.to_owned()),
-        _ => bail!("--random: found {name}, accepted: {NAMES}"),
-    };
-    let drafter = match name {
-        "smollm2-135m" => SMOLLM2_DRAFTER,
-        _ => QWEN3_DRAFTER,
+    let (target, drafter, layers, tied, layer) = match name {
+        "qwen3-4b" => (QWEN3, QWEN3_DRAFTER, 36, true, qwen3(2560, 9728)),
+        "qwen3-8b" => (QWEN3, QWEN3_DRAFTER, 36, false, qwen3(4096, 12_288)),
+        "smollm2-135m" => (LLAMA, SMOLLM2_DRAFTER, 30, true, SMOLLM2.to_owned()),
+        _ => bail!("--random: found {name}, accepted: qwen3-4b, qwen3-8b, smollm2-135m"),
     };
     let target = format!(
         r#"{{{target}, {layer}, "num_hidden_layers": {layers}, "tie_word_embeddings": {tied}}}"#

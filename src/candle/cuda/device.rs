@@ -375,9 +375,11 @@ impl Gpu {
         self.0.clusters
     }
 
-    /// Captures what `work` asks for as a graph instead of doing it. `work` must have been done once before:
-    /// libraries set themselves up on first use, which cannot be captured.
-    pub(super) fn capture(&self, work: impl FnOnce() -> Result<()>) -> Result<Graph> {
+    /// Does what `work` asks for, once: kernels are loaded and libraries set themselves up on first use, which cannot
+    /// be captured. Then captures it as a graph.
+    pub(super) fn capture(&self, work: impl Fn() -> Result<()>) -> Result<Graph> {
+        work()?;
+        self.synchronize()?;
         let stream = &self.0.stream;
         stream.begin_capture(sys::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED)?;
         let outcome = work();

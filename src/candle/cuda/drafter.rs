@@ -99,7 +99,7 @@ impl CudaDFlash {
         let fc = loader.matrix(&[("fc", hidden)], config.feature_size())?;
         let hidden_norm = loader.norm("hidden_norm", hidden)?;
         let width = padded(config.block_size());
-        let chunk = padded(shared.max_slots);
+        let chunk = shared.max_width();
         // The last block may reach past the last position that the target can hold.
         let rows = shared.max_len + width.max(chunk);
         let stack = Stack::load(&mut loader, decoder, kernels, rows, width, rows)?;
@@ -250,16 +250,13 @@ impl Drafter<CudaTaps> for CudaDFlash {
         let row_bytes = self.config.feature_size() * self.stack.dtype().size_in_bytes();
         let mut row = self.len;
         for block in &features.blocks {
-            let width = padded_to_few(block.rows, padded(self.shared.max_slots));
+            let width = padded_to_few(block.rows, self.shared.max_width());
             let positions = (self.start + row..self.start + row + block.rows).map(|p| p as u32);
             let rows = positions.map(|position| (0, position));
             self.context.input.write(&gpu, width, row, rows, |_, _| {})?;
             gpu.copy(block.buffer().pointer(), &self.context.taps, 0, block.rows * row_bytes)?;
             if !self.observe.contains_key(&width) {
                 self.plan_observation(width)?;
-                // Loads kernels, which cannot be captured.
-                self.observe_pass(width)?;
-                gpu.synchronize()?;
                 let graph = gpu.capture(|| self.observe_pass(width))?;
                 self.observe.insert(width, graph);
             }
@@ -306,8 +303,6 @@ impl Drafter<CudaTaps> for CudaDFlash {
         if !self.drafts.contains_key(&key) {
             let pass = || self.draft_pass(width, coupled, k);
             self.shared.plan(&self.stack, width, &self.logits, &pass)?;
-            pass()?;
-            gpu.synchronize()?;
             let graph = gpu.capture(pass)?;
             self.drafts.insert(key, graph);
         }
@@ -315,9 +310,9 @@ impl Drafter<CudaTaps> for CudaDFlash {
         gpu.synchronize()?;
         self.block.landed();
         self.context.input.landed();
+        let wanted = request.top_k().min(k);
         for depth in 0..horizon {
             let (ids, log_probs) = self.top_k.row(depth, k);
-            let wanted = request.top_k().min(k);
             proposal.push(&ids[..wanted], &log_probs[..wanted])?;
         }
         proposal.set_coupled(coupled);

@@ -1,5 +1,7 @@
 //! Decoder layers on the GPU, with the cache and the scratch memory of one sequence: what target and drafter share.
 
+use std::iter;
+
 use candle_core::DType;
 use cudarc::driver::sys::CUdeviceptr;
 
@@ -495,8 +497,8 @@ pub(super) fn padded(rows: usize) -> usize {
 }
 
 /// As [`padded`], where any number of rows may come, as from prompts: there are few such widths, since what is done for
-/// the first time is planned first. None is above `widest`.
+/// the first time is planned first. None is above `widest`, the width of the most rows that come.
 pub(super) fn padded_to_few(rows: usize, widest: usize) -> usize {
-    let few = tiles::rows_of_kernels().find(|&width| rows > 1 && width >= rows);
-    few.map_or(padded(rows), |width| width.min(widest))
+    let mut widths = iter::once(1).chain(tiles::rows_of_kernels());
+    widths.find(|&width| width >= rows).map_or(widest, |width| width.min(widest))
 }

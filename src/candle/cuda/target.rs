@@ -92,6 +92,11 @@ pub(super) struct Shared {
 }
 
 impl Shared {
+    /// Rows of the target's widest pass.
+    pub(super) fn max_width(&self) -> usize {
+        padded(self.max_slots)
+    }
+
     /// Asks for the logits of the rows that a pass of `stack` ends with.
     pub(super) fn head(&self, stack: &Stack, rows: usize, logits: &Buffer) -> Result<()> {
         let shape = self.head_shape(rows, stack.dtype());
@@ -339,9 +344,6 @@ impl CudaTarget {
         let (key, drawn) = ((width, noise.is_some()), noise.is_some());
         if !self.graphs.contains_key(&key) {
             self.plan(width, &|| self.pass(width, drawn))?;
-            // Loads kernels, which cannot be captured.
-            self.pass(width, drawn)?;
-            gpu.synchronize()?;
             let graph = gpu.capture(|| self.pass(width, drawn))?;
             self.graphs.insert(key, graph);
         }
@@ -410,7 +412,7 @@ impl CudaTarget {
 
     /// Rows of the widest pass.
     pub(super) fn max_width(&self) -> usize {
-        padded(self.options.max_slots)
+        self.shared.max_width()
     }
 
     /// What a pass has to do at least; see [`Roofline`](super::Roofline).

@@ -209,8 +209,6 @@ fn noise_times() {
     draw.set(&key);
     couple.set(&key);
     let time = |launch: &dyn Fn() -> crate::candle::Result<()>| {
-        launch().unwrap();
-        gpu.synchronize().unwrap();
         let graph = gpu.capture(|| (0..20).try_for_each(|_| launch())).unwrap();
         let mut times: Vec<f64> =
             (0..20).map(|_| gpu.time(|| graph.launch()).unwrap() * 1e3 / 20.0).collect();

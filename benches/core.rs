@@ -1,6 +1,6 @@
-//! Host work of a round: build, mask, walk, plan. Horizon 15, top-k 64, as a
-//! drafter of block size 16 gives it. Results are asserted before anything is
-//! timed.
+//! Host work of a round: take a proposal, build, mask, walk, plan. Horizon 15,
+//! top-k 64, as a drafter of block size 16 gives it. Results are asserted before
+//! anything is timed.
 //!
 //! `cargo bench --bench core`; `-- --test` runs everything once.
 
@@ -75,6 +75,21 @@ fn assert_best_first(proposal: &Proposal, tree: &DraftTree) {
 }
 
 fn benches(criterion: &mut Criterion) {
+    let of = proposal(KINDS[0].1);
+    let mut copy = Proposal::new();
+    let take = |of: &Proposal, copy: &mut Proposal| {
+        copy.clear();
+        for depth in 1..=HORIZON {
+            let (tokens, log_probs) = of.depth(depth);
+            copy.push(tokens, log_probs).unwrap();
+        }
+    };
+    take(&of, &mut copy);
+    assert_eq!(copy, of);
+    criterion.bench_function("proposal", |bencher| {
+        bencher.iter(|| take(black_box(&of), &mut copy));
+    });
+
     let mut group = criterion.benchmark_group("best_first");
     for (kind, peak) in KINDS {
         let proposal = proposal(peak);

@@ -179,6 +179,8 @@ impl Proposal {
 
 fn check(depth: usize, tokens: &[u32], log_probs: &[f32]) -> Result<(), Error> {
     let fault = |rank, found, accepted| Err(Error::Proposal { depth, rank, found, accepted });
+    // Of earlier tokens, by their last bits: only where one's is set has the token itself to be looked for.
+    let mut seen = [0u64; 16];
     for (rank, (token, &log_prob)) in tokens.iter().zip(log_probs).enumerate() {
         if log_prob.is_nan() || log_prob > POSITIVE_TOLERANCE {
             return fault(
@@ -194,15 +196,20 @@ fn check(depth: usize, tokens: &[u32], log_probs: &[f32]) -> Result<(), Error> {
                 "log-probabilities in descending order",
             );
         }
-        if tokens[..rank].contains(token) {
+        let (word, bit) = (*token as usize / 64 % seen.len(), 1 << (token % 64));
+        if seen[word] & bit != 0 && tokens[..rank].contains(token) {
             return fault(rank, format!("token {token} a second time"), "distinct tokens");
         }
+        seen[word] |= bit;
     }
     Ok(())
 }
 
 #[cfg(test)]
 mod tests {
+    use rand::rngs::StdRng;
+    use rand::{Rng, SeedableRng};
+
     use super::*;
 
     fn rejected(tokens: &[u32], log_probs: &[f32]) -> Error {
@@ -226,6 +233,24 @@ mod tests {
         assert_eq!(at(rejected(&[1, 2, 3], &[-1.0, -3.0, -2.0])), (2, 2));
         assert_eq!(at(rejected(&[1, 2, 1], &[-1.0, -2.0, -3.0])), (2, 2));
         assert!(matches!(rejected(&[1, 2], &[-1.0]), Error::Length { found: 1, accepted: 2, .. }));
+    }
+
+    #[test]
+    fn tells_tokens_with_the_same_last_bits_apart() {
+        let mut rng = StdRng::seed_from_u64(3);
+        let mut refused = 0;
+        for _ in 0..500 {
+            let mut token = || rng.random_range(0..8) * 1024 + rng.random_range(0..3) * 64;
+            let tokens: [u32; 8] = std::array::from_fn(|_| token());
+            let second = (1..8).find(|&rank| tokens[..rank].contains(&tokens[rank]));
+            match Proposal::new().push(&tokens, &[-1.0; 8]) {
+                Ok(()) => assert_eq!(second, None, "{tokens:?}"),
+                Err(Error::Proposal { rank, .. }) => assert_eq!(second, Some(rank), "{tokens:?}"),
+                Err(other) => panic!("{other}"),
+            }
+            refused += usize::from(second.is_some());
+        }
+        assert!((100..450).contains(&refused), "{refused} of 500");
     }
 
     #[test]

@@ -195,9 +195,11 @@ impl Gpu {
     /// A copy of `data` on the GPU.
     pub(super) fn upload<T: bytes::Plain>(&self, data: &[T]) -> Result<Buffer> {
         let buffer = self.allocate(size_of_val(data))?;
+        // In the stream: other copies return once the data has been read, and what the stream does next may come before it
+        // has landed.
+        // SAFETY: the buffer is as large as the data, which is there until the stream has been waited for.
+        unsafe { result::memcpy_htod_async(buffer.pointer, data, self.0.stream.cu_stream())? };
         self.synchronize()?;
-        // SAFETY: the buffer is as large as the data, and nothing in the stream uses it yet.
-        unsafe { result::memcpy_htod_sync(buffer.pointer, data)? };
         Ok(buffer)
     }
 

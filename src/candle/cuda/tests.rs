@@ -512,8 +512,15 @@ fn kernel_times_of(
     let picks = gpu.pinned(144).unwrap();
     let top_k = TopK::new(gpu, DType::F32, 15, vocab_size, 64).unwrap();
     eprintln!(
-        "{heads:?}, hidden {hidden}, prefix {prefix}\nwidth  attend    norm    rope    silu  argmax   top_k"
+        "{heads:?}, hidden {hidden}, prefix {prefix}\nwidth  attend    norm    rope    silu  argmax"
     );
+    let time = |launch: &dyn Fn(usize) -> crate::candle::Result<()>| {
+        let graph = gpu.capture(|| (0..36).try_for_each(launch)).unwrap();
+        let mut times: Vec<f64> =
+            (0..20).map(|_| gpu.time(|| graph.launch()).unwrap() * 1e3 / 36.0).collect();
+        times.sort_by(f64::total_cmp);
+        times[10]
+    };
     for rows in [1usize, 8, 16, 24, 64, 72, 128, 136, 144] {
         let words = rows.div_ceil(64);
         let mask = ancestor_rows(&random_parents(&mut StdRng::seed_from_u64(8), rows), words);
@@ -527,13 +534,6 @@ fn kernel_times_of(
             mask: mask_buffer.pointer(),
             mask_words: words,
             rows,
-        };
-        let time = |launch: &dyn Fn(usize) -> crate::candle::Result<()>| {
-            let graph = gpu.capture(|| (0..36).try_for_each(launch)).unwrap();
-            let mut times: Vec<f64> =
-                (0..20).map(|_| gpu.time(|| graph.launch()).unwrap() * 1e3 / 36.0).collect();
-            times.sort_by(f64::total_cmp);
-            times[10]
         };
         let attend = time(&|layer| {
             let (k, v) = &planes[layer];
@@ -559,9 +559,10 @@ fn kernel_times_of(
         });
         let silu = time(&|_| kernels.silu_mul(gpu, &gate_up, &activated, rows * intermediate));
         let pick = time(&|_| argmax.run(gpu, &logits, rows, &picks));
-        let select = time(&|_| top_k.run(gpu, logits.pointer(), 15, 64));
-        eprintln!(
-            "{rows:>5}  {attend:>6.2}  {norm:>6.2}  {rotate:>6.2}  {silu:>6.2}  {pick:>6.2}  {select:>6.2}"
-        );
+        eprintln!("{rows:>5}  {attend:>6.2}  {norm:>6.2}  {rotate:>6.2}  {silu:>6.2}  {pick:>6.2}");
+    }
+    for k in [1, 4, 16, 64] {
+        let select = time(&|_| top_k.run(gpu, logits.pointer(), 15, k));
+        eprintln!("best {k:>2} of 15 rows  {select:>6.2}");
     }
 }

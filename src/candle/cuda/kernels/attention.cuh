@@ -3,7 +3,6 @@
 
 #include "common.cuh"
 
-constexpr float LOG2_E = 1.4426950408889634f;
 // Keys that masks are taken for at a time.
 constexpr int UNIT = 32;
 // How far the exponent of a weight may exceed that of the greatest when sums were last scaled: f16 holds 2^SLACK.
@@ -38,13 +37,6 @@ __device__ __forceinline__ float2 unpaired(unsigned x, bf16) {
     return __bfloat1622float2(*reinterpret_cast<__nv_bfloat162 *>(&x));
 }
 __device__ __forceinline__ float2 unpaired(unsigned x, f16) { return __half22float2(*reinterpret_cast<__half2 *>(&x)); }
-
-// 2^x, to two units in the last place; 0 for -inf.
-__device__ __forceinline__ float power_of_two(float x) {
-    float y;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-    return y;
-}
 
 __device__ __forceinline__ float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(FULL_WARP, x, 1));
@@ -176,6 +168,3 @@ __device__ __forceinline__ void add_sums(const float4 *sums, const float2 *norms
         o[n][3] = o[n][3] * keep[1] + x.w * weight[1];
     }
 }
-
-// x / y for small x, by the inverse of y.
-__device__ __forceinline__ int divided(int x, float inverse) { return (int)((x + 0.5f) * inverse); }

@@ -21,8 +21,9 @@ __device__ __forceinline__ float to_f32(f16 x) { return __half2float(x); }
 
 template <typename T> __device__ __forceinline__ T from_f32(float x);
 template <> __device__ __forceinline__ f32 from_f32<f32>(float x) { return x; }
-template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) { return __float2bfloat16(x); }
-template <> __device__ __forceinline__ f16 from_f32<f16>(float x) { return __float2half(x); }
+// By conversions of two: those of one take several times as long.
+template <> __device__ __forceinline__ bf16 from_f32<bf16>(float x) { return __floats2bfloat162_rn(x, 0.0f).x; }
+template <> __device__ __forceinline__ f16 from_f32<f16>(float x) { return __floats2half2_rn(x, 0.0f).x; }
 
 // N neighbouring elements, moved at once.
 template <typename T, int N> struct alignas(N * sizeof(T)) Vec {
@@ -67,10 +68,29 @@ template <typename T> __device__ __forceinline__ Vec8<T> load8(const T *p) {
     return *reinterpret_cast<const Vec8<T> *>(p);
 }
 
+constexpr float LOG2_E = 1.4426950408889634f;
+
+// 2^x, to two units in the last place; 0 for -inf.
+__device__ __forceinline__ float power_of_two(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// 1 / x, to one unit in the last place, without a branch; 0 for inf.
+__device__ __forceinline__ float inverse(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+// x / y for small x, by the inverse of y.
+__device__ __forceinline__ int divided(int x, float inverse) { return (int)((x + 0.5f) * inverse); }
+
 // silu(gate) * up.
 template <typename T> __device__ __forceinline__ T silu_mul(T gate, T up) {
     float x = to_f32(gate);
-    return from_f32<T>(x / (1.0f + __expf(-x)) * to_f32(up));
+    return from_f32<T>(x * inverse(1.0f + power_of_two(-LOG2_E * x)) * to_f32(up));
 }
 
 __device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }

@@ -38,7 +38,7 @@ __device__ void finish(const Chunks &x, const Chunks &weight, float eps, T *out,
 #pragma unroll
     for (int c = 0; c < MAX_CHUNKS; ++c)
         squares += x.c[c].x * x.c[c].x + x.c[c].y * x.c[c].y + x.c[c].z * x.c[c].z + x.c[c].w * x.c[c].w;
-    float scale = rsqrtf(block_sum(squares) / size + eps);
+    float scale = rsqrtf(__fdividef(block_sum(squares), size) + eps);
     each_chunk(size, [&](int c, int i) {
         float4 v = x.c[c], w = weight.c[c];
         store4(out + i, make_float4(v.x * scale * w.x, v.y * scale * w.y, v.z * scale * w.z, v.w * scale * w.w));

@@ -77,6 +77,12 @@ constexpr int SENT_ROWS = 24;
 template <typename T> __device__ __forceinline__ float gated(float gate, float up) {
     return to_f32(silu_mul(from_f32<T>(gate), from_f32<T>(up)));
 }
+template <typename T> __device__ __forceinline__ float4 gated(float4 gate, float4 up) {
+    return make_float4(gated<T>(gate.x, up.x), gated<T>(gate.y, up.y), gated<T>(gate.z, up.z), gated<T>(gate.w, up.w));
+}
+
+template <typename T> __device__ __forceinline__ void store(T *p, float x) { *p = from_f32<T>(x); }
+template <typename T> __device__ __forceinline__ void store(T *p, float4 x) { store4(p, x); }
 
 // Grid (tiles of outputs; splits of the inputs; tiles of rows), in clusters of all splits of a tile.
 // Shared memory: 1,024 bytes; `stages` tiles of `w` and `x`, in the place of which results are put together: if there are no
@@ -97,7 +103,10 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
     int splits = gridDim.y, split = blockIdx.y, first_output = blockIdx.x * OUTPUTS;
     int all = (inputs + COLUMNS - 1) / COLUMNS;
-    int begin = all * split / splits, count = all * (split + 1) / splits - begin;
+    float per_split = inverse(splits);
+    // What the first `split` splits have of `n`.
+    auto share = [&](int n, int split) { return divided(n * split, per_split); };
+    int begin = share(all, split), count = share(all, split + 1) - begin;
     int x_row = blockIdx.z * N;
     bool is_f32 = output == AS_F32 || output == ADDED_TO_F32;
     rows = min(rows - x_row, N);
@@ -106,19 +115,20 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
 
     // Each split adds up some rows: pairs of rows in turn if threads send them, else rows that lie together.
     int pairs = (rows + 1) / 2;
-    auto first_of = [&](int split) { return rows * split / splits; };
-    int first_own = first_of(split);
-    int own = BY_THREADS ? (pairs + splits - 1 - split) / splits : first_of(split + 1) - first_own;
+    int first_own = share(rows, split);
+    int own = BY_THREADS ? divided(pairs + splits - 1 - split, per_split) : share(rows, split + 1) - first_own;
 
     if (threadIdx.x == 0) {
         for (int stage = 0; stage < stages; ++stage) {
             barrier_init(&full[stage], 1);
             barrier_init(&empty[stage], WARPGROUPS);
         }
-        barrier_init(&received, 1);
+        if (splits > 1)
+            barrier_init(&received, 1);
         barriers_ready();
-        barrier_expect(&received, own * (BY_THREADS ? splits * UNITS * sizeof(float4)
-                                                    : (splits - 1) * STRIDE * sizeof(float)));
+        if (splits > 1)
+            barrier_expect(&received, own * (BY_THREADS ? splits * UNITS * sizeof(float4)
+                                                        : (splits - 1) * STRIDE * sizeof(float)));
     }
     if (splits > 1)
         cluster_arrive();
@@ -191,31 +201,32 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     dependents_may_start();
 
     auto warpgroups_meet = [] { asm volatile("bar.sync 1, %0;" ::"n"(128 * WARPGROUPS) : "memory"); };
-    // Writes sums of four places: outputs `place` and `place + 8` of the tile, of rows `row` and the next.
-    auto write = [&](float4 sum, int row, int place) {
+    // Writes sums of a row, if it and they exist: of output `place` of the tile, or of four from there on, and of what is
+    // eight outputs on.
+    auto write = [&](auto first, auto second, int row, int place) {
         int column = first_output + place;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            if (row + i >= rows || column >= outputs)
-                return;
-            float first = i == 0 ? sum.x : sum.y, second = i == 0 ? sum.z : sum.w;
-            size_t at = (size_t)(row + i) * outputs + column;
-            float *floats = static_cast<float *>(y) + at;
-            T *elements = static_cast<T *>(y);
-            if (output == ADDED_TO_F32) {
-                add_to(floats, first);
-                add_to(floats + 8, second);
-            } else if (output == AS_F32) {
-                floats[0] = first;
-                floats[8] = second;
-            } else if (output == AS_ELEMENTS) {
-                elements[at] = from_f32<T>(first);
-                elements[at + 8] = from_f32<T>(second);
-            } else {
-                elements[((size_t)(row + i) * outputs + first_output + place / 16 * 16) / 2 + place % 8] =
-                    from_f32<T>(gated<T>(first, second));
-            }
+        if (row >= rows || column >= outputs)
+            return;
+        size_t at = (size_t)row * outputs + column;
+        float *floats = static_cast<float *>(y) + at;
+        T *elements = static_cast<T *>(y);
+        if (output == ADDED_TO_F32) {
+            add_to(floats, first);
+            add_to(floats + 8, second);
+        } else if (output == AS_F32) {
+            store(floats, first);
+            store(floats + 8, second);
+        } else if (output == AS_ELEMENTS) {
+            store(elements + at, first);
+            store(elements + at + 8, second);
+        } else {
+            store(elements + (at - place % 16) / 2 + place % 8, gated<T>(first, second));
         }
+    };
+    // Of two rows.
+    auto write_pair = [&](float4 sum, int row, int place) {
+        write(sum.x, sum.z, row, place);
+        write(sum.y, sum.w, row + 1, place);
     };
     auto sums = [&](int n) { return make_float4(d[4 * n], d[4 * n + 1], d[4 * n + 2], d[4 * n + 3]); };
 
@@ -225,7 +236,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         cluster_wait();
 #pragma unroll
         for (int n = 0; n < N / 8; ++n) {
-            int pair = 4 * n + lane % 4, index = pair / splits, to = pair - index * splits;
+            int pair = 4 * n + lane % 4, index = divided(pair, per_split), to = pair - index * splits;
             if (pair < pairs)
                 send(parts + (index * splits + split) * UNITS + warp * 8 + lane / 4, &received, to, sums(n));
         }
@@ -236,7 +247,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
             float4 sum = part[0];
             for (int other = 1; other < splits; ++other)
                 sum = sum + part[other * UNITS];
-            write(sum, 2 * (index * splits + split), unit / 8 * 16 + unit % 8);
+            write_pair(sum, 2 * (index * splits + split), unit / 8 * 16 + unit % 8);
         }
         return;
     }
@@ -254,7 +265,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         warpgroups_meet();
         cluster_wait();
         if (threadIdx.x < splits && threadIdx.x != split) {
-            int to = threadIdx.x, first = first_of(to), theirs = first_of(to + 1) - first;
+            int to = threadIdx.x, first = share(rows, to), theirs = share(rows, to + 1) - first;
             if (theirs > 0)
                 send(parts + (split - (split > to)) * theirs * STRIDE, &received, to, whole + first * STRIDE,
                      theirs * STRIDE * sizeof(float));
@@ -264,9 +275,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         cluster_arrive();
         constexpr int OCTETS = OUTPUTS / 8;
         for (int i = threadIdx.x; i < own * OCTETS; i += 128 * WARPGROUPS) {
-            int row = i / OCTETS, place = i % OCTETS / 2 * 16 + i % 2 * 4, column = first_output + place;
-            if (column >= outputs)
-                continue;
+            int row = i / OCTETS, place = i % OCTETS / 2 * 16 + i % 2 * 4;
             float4 first, second;
             for (int other = 0; other < splits; ++other) {
                 const float *part = other == split ? whole + first_own * STRIDE
@@ -276,23 +285,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
                 first = other == 0 ? a : first + a;
                 second = other == 0 ? b : second + b;
             }
-            size_t at = (size_t)(first_own + row) * outputs + column;
-            float *floats = static_cast<float *>(y) + at;
-            T *elements = static_cast<T *>(y);
-            if (output == ADDED_TO_F32) {
-                add_to(floats, first);
-                add_to(floats + 8, second);
-            } else if (output == AS_F32) {
-                store4(floats, first);
-                store4(floats + 8, second);
-            } else if (output == AS_ELEMENTS) {
-                store4(elements + at, first);
-                store4(elements + at + 8, second);
-            } else {
-                store4(elements + (at - place % 16) / 2 + place % 8,
-                       make_float4(gated<T>(first.x, second.x), gated<T>(first.y, second.y),
-                                   gated<T>(first.z, second.z), gated<T>(first.w, second.w)));
-            }
+            write(first, second, first_own + row, place);
         }
         // What was sent is where it belongs.
         cluster_wait();
@@ -301,7 +294,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     if (is_f32) {
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
-            write(sums(n), of_row(n, 0), first_place);
+            write_pair(sums(n), of_row(n, 0), first_place);
         return;
     }
     // Elements, by rows, in the place of the tiles: all warpgroups are done with them. A gate and its up are sums of one
@@ -325,7 +318,8 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     warpgroups_meet();
     int units = tile_elements / 8;
     for (int i = threadIdx.x; i < rows * units; i += 128 * WARPGROUPS) {
-        int row = i / units, column = i % units * 8;
+        // By a constant in either case.
+        int row = pairs_up ? i / (OUTPUTS / 16) : i / (OUTPUTS / 8), column = (i - row * units) * 8;
         if (first + column < size)
             *reinterpret_cast<Vec8<T> *>(static_cast<T *>(y) + (size_t)row * size + first + column) =
                 load8(elements + row * stride + column);

@@ -17,9 +17,8 @@ pub(super) const MAX_SLOTS: usize = 252;
 /// Blocks of the kernel for SiLU at most: each then has several runs of its loop.
 const SILU_BLOCKS: usize = 528;
 
-/// Entries of a chunk of `top_k`, of which a row has fewer than 2^16, and chunks of a block.
+/// Entries of a chunk of `top_k`, of which a row has fewer than 2^16.
 const CHUNK: usize = 128;
-const BLOCK_CHUNKS: usize = 4 * 256 / 32;
 
 macro_rules! parameters {
     ($($value:expr),* $(,)?) => {
@@ -448,7 +447,7 @@ impl TopK {
         let chunks = self.size.div_ceil(CHUNK);
         let (keys, norms) = (self.keys.pointer(), self.norms.pointer());
         let (ids, log_probs) = (self.ids.device(), self.log_probs.device());
-        let parts = chunks.div_ceil(BLOCK_CHUNKS) as u32;
+        let parts = chunks.div_ceil(4 * 8) as u32;
         let (size, chunks, k) = (self.size as i32, chunks as i32, k as i32);
         // SAFETY: the caller's logits are `rows` rows of the size that the rest was made for.
         unsafe {

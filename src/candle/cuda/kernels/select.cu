@@ -31,7 +31,6 @@ __device__ void argmax(const T *logits, uint64_t *bests, unsigned *counters, uin
     inputs_ready();
     logits += row * size;
     uint64_t mine = 0;
-#pragma unroll 4
     for (int i = 4 * (blockIdx.x * blockDim.x + threadIdx.x); i < size; i += 4 * gridDim.x * blockDim.x) {
         Floats<4> x = load_within(logits, i, size);
         // An entry beyond the row has a higher id than any of it, so it never wins.
@@ -59,8 +58,8 @@ __device__ void argmax(const T *logits, uint64_t *bests, unsigned *counters, uin
         best[row] = mine;
 }
 
-// Entries of a chunk, of which a warp has four a lane, and chunks of a warp.
-constexpr int CHUNK = 128, CHUNKS = 4;
+// Entries of a chunk, of which a warp has four a lane.
+constexpr int CHUNK = 128;
 
 // The greatest key of each chunk of a row, and (max, sum of exponentials). Grid (parts, rows).
 template <typename T>
@@ -69,23 +68,16 @@ __device__ void chunk_best(const T *logits, uint32_t *keys, float2 *norms, int s
     size_t row = blockIdx.y;
     logits += row * size;
     inputs_ready();
-    int first_chunk = (blockIdx.x * warps + threadIdx.x / 32) * CHUNKS;
-    Floats<4> x[CHUNKS];
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c)
-        x[c] = load_within(logits, (first_chunk + c) * CHUNK + lane * 4, size);
-#pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) {
-        int chunk = first_chunk + c, real = min(max(size - chunk * CHUNK - lane * 4, 0), 4);
-        if (chunk >= chunks)
-            break;
+    for (int chunk = blockIdx.x * warps + threadIdx.x / 32; chunk < chunks; chunk += gridDim.x * warps) {
+        int first = chunk * CHUNK + lane * 4, real = min(max(size - first, 0), 4);
+        Floats<4> x = load_within(logits, first, size);
         uint32_t key = 0;
         float greatest = NEG_INF, sum = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             if (i < real)
-                key = max(key, order(x[c].v[i]));
-            greatest = fmaxf(greatest, x[c].v[i]);
+                key = max(key, order(x.v[i]));
+            greatest = fmaxf(greatest, x.v[i]);
         }
         key = __reduce_max_sync(FULL_WARP, key);
         greatest = warp_max(greatest);
@@ -93,7 +85,7 @@ __device__ void chunk_best(const T *logits, uint32_t *keys, float2 *norms, int s
 #pragma unroll
             for (int i = 0; i < 4; ++i)
                 if (i < real)
-                    sum += __expf(x[c].v[i] - greatest);
+                    sum += __expf(x.v[i] - greatest);
         sum = warp_sum(sum);
         if (lane == 0) {
             keys[row * chunks + chunk] = key;
@@ -104,9 +96,8 @@ __device__ void chunk_best(const T *logits, uint32_t *keys, float2 *norms, int s
 
 constexpr int THREADS = 512;
 constexpr int MAX_K = 64;
-// Chunks of a thread whose keys it keeps, and fours of entries.
+// Chunks of a thread whose keys it keeps.
 constexpr int AT_ONCE = 4;
-static_assert(MAX_K * CHUNK <= 4 * AT_ONCE * THREADS, "a thread has few entries of the chunks that are chosen");
 // Entries that are sorted at most.
 constexpr int SORTED = THREADS;
 
@@ -170,7 +161,6 @@ __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms
     __shared__ int taken;
     __shared__ uint16_t chosen[MAX_K];
     __shared__ uint64_t found[SORTED];
-    __shared__ uint64_t sorted[MAX_K];
     __shared__ float parts[THREADS / 32];
     int row = blockIdx.x, t = threadIdx.x;
     if (t == 0)
@@ -206,37 +196,13 @@ __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms
     // Entry e of those chosen; they are in the order of their ids.
     int entries = wanted * CHUNK;
     auto index = [&](int e) { return chosen[e / CHUNK] * CHUNK + e % CHUNK; };
-    Floats<4> x[AT_ONCE];
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-        int e = 4 * (i * THREADS + t);
-        if (e < entries)
-            x[i] = load_within(logits, index(e), size);
-    }
-
-    // While they come, the sum of all.
-    float all = NEG_INF, total = 0.0f;
-    for (int c = t; c < chunks; c += THREADS)
-        all = fmaxf(all, norms[c].x);
-    all = warp_max(all);
-    if (t % 32 == 0)
-        parts[t / 32] = all;
-    __syncthreads();
-    all = warp_max(t % 32 < THREADS / 32 ? parts[t % 32] : NEG_INF);
-    for (int c = t; c < chunks; c += THREADS)
-        if (norms[c].x > NEG_INF)
-            total += norms[c].y * expf(norms[c].x - all);
-    float log_sum = all + logf(block_sum(total));
-
-#pragma unroll
-    for (int i = 0; i < AT_ONCE; ++i) {
-        int e = 4 * (i * THREADS + t);
-        if (e >= entries)
-            break;
+#pragma unroll 4
+    for (int e = 4 * t; e < entries; e += 4 * THREADS) {
         int first = index(e);
+        Floats<4> x = load_within(logits, first, size);
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
-            uint32_t key = order(x[i].v[j]);
+            uint32_t key = order(x.v[j]);
             if (first + j < size && key >= bound) {
                 int to = atomicAdd(&taken, 1);
                 if (to < SORTED)
@@ -256,23 +222,30 @@ __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms
         reached = k;
     }
 
-    // No two are the same. Four threads find the place of one.
-    for (int e = t / 4; e < (reached + 7) / 8 * 8; e += THREADS / 4) {
-        uint64_t entry = e < reached ? found[e] : 0;
-        int rank = 0;
-        for (int i = t % 4; i < reached; i += 4)
-            rank += found[i] > entry;
-        rank += __shfl_xor_sync(FULL_WARP, rank, 1);
-        rank += __shfl_xor_sync(FULL_WARP, rank, 2);
-        if (e < reached && t % 4 == 0 && rank < k)
-            sorted[rank] = entry;
-    }
+    float all = NEG_INF, total = 0.0f;
+    for (int c = t; c < chunks; c += THREADS)
+        all = fmaxf(all, norms[c].x);
+    all = warp_max(all);
+    if (t % 32 == 0)
+        parts[t / 32] = all;
     __syncthreads();
-    // Best first, side by side.
-    if (t < k) {
-        ids[row * k + t] = ~(uint32_t)sorted[t];
-        // NaN stays NaN: its key maps back to one.
-        log_probs[row * k + t] = value(sorted[t] >> 32) - log_sum;
+    all = warp_max(t % 32 < THREADS / 32 ? parts[t % 32] : NEG_INF);
+    for (int c = t; c < chunks; c += THREADS)
+        if (norms[c].x > NEG_INF)
+            total += norms[c].y * expf(norms[c].x - all);
+    float log_sum = all + logf(block_sum(total));
+
+    // No two are the same.
+    if (t < reached) {
+        uint64_t entry = found[t];
+        int rank = 0;
+        for (int i = 0; i < reached; ++i)
+            rank += found[i] > entry;
+        if (rank < k) {
+            ids[row * k + rank] = ~(uint32_t)entry;
+            // NaN stays NaN: its key maps back to one.
+            log_probs[row * k + rank] = value(entry >> 32) - log_sum;
+        }
     }
 }
 

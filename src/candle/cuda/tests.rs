@@ -473,6 +473,14 @@ fn prompts_are_filled_up_to_few_widths() {
     }
 }
 
+/// Microseconds of one of `count` pieces of work in a graph: the median of 20 replays.
+fn microseconds(gpu: &Gpu, count: usize, work: &dyn Fn(usize) -> crate::candle::Result<()>) -> f64 {
+    let graph = gpu.capture(|| (0..count).try_for_each(work)).unwrap();
+    let mut times: Vec<f64> = (0..20).map(|_| gpu.time(|| graph.launch()).unwrap()).collect();
+    times.sort_by(f64::total_cmp);
+    times[10] * 1e3 / count as f64
+}
+
 /// Microseconds per launch of every kernel at the shapes of Qwen3-8B and SmolLM2-135M, in a graph of 36.
 #[test]
 #[ignore = "a measurement"]
@@ -514,13 +522,7 @@ fn kernel_times_of(
     eprintln!(
         "{heads:?}, hidden {hidden}, prefix {prefix}\nwidth  attend    norm    rope    silu  argmax"
     );
-    let time = |launch: &dyn Fn(usize) -> crate::candle::Result<()>| {
-        let graph = gpu.capture(|| (0..36).try_for_each(launch)).unwrap();
-        let mut times: Vec<f64> =
-            (0..20).map(|_| gpu.time(|| graph.launch()).unwrap() * 1e3 / 36.0).collect();
-        times.sort_by(f64::total_cmp);
-        times[10]
-    };
+    let time = |launch: &dyn Fn(usize) -> crate::candle::Result<()>| microseconds(gpu, 36, launch);
     for rows in [1usize, 8, 16, 24, 64, 72, 128, 136, 144] {
         let words = rows.div_ceil(64);
         let mask = ancestor_rows(&random_parents(&mut StdRng::seed_from_u64(8), rows), words);

@@ -6,7 +6,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 
 use super::rows::gated;
-use super::{TYPES, distance, download, gpu, random, upload};
+use super::{TYPES, distance, download, gpu, microseconds, random, upload};
 use crate::candle::Result;
 use crate::candle::cuda::device::{Buffer, Gpu};
 use crate::candle::cuda::kernels::Kernels;
@@ -179,12 +179,8 @@ fn product_times() {
                     kernels.norm(gpu, rows, &residual, weight, &normed, None, hidden)
                 };
                 let time = |run: &dyn Fn(&Buffer) -> Result<()>| {
-                    let work = || weights.iter().try_for_each(|w| norm().and_then(|()| run(w)));
-                    let graph = gpu.capture(work).unwrap();
-                    let mut times: Vec<f64> =
-                        (0..9).map(|_| gpu.time(|| graph.launch()).unwrap()).collect();
-                    times.sort_by(f64::total_cmp);
-                    times[4] * 1e3 / 8.0
+                    let work = |at: usize| norm().and_then(|()| run(&weights[at]));
+                    microseconds(gpu, weights.len(), &work)
                 };
                 let place = Place { gates: Some((&scratch, &kernels)), before: &norm };
                 let all: Vec<_> = weights.iter().collect();

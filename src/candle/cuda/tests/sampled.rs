@@ -8,7 +8,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 
 use super::super::draw::{Couple, Draw};
 use super::super::kernels::{Argmax, Inputs, TopK};
-use super::{TINY, gpu, pair, random, rows, tiny};
+use super::{TINY, gpu, microseconds, pair, random, rows, tiny};
 use crate::candle::{CandleTarget, DecoderModel};
 use crate::sample::Sampler;
 use crate::{
@@ -208,13 +208,6 @@ fn noise_times() {
     let key = NoiseKey { seed: 5, temperature: 0.8, position: 0 };
     draw.set(&key);
     couple.set(&key);
-    let time = |launch: &dyn Fn() -> crate::candle::Result<()>| {
-        let graph = gpu.capture(|| (0..20).try_for_each(|_| launch())).unwrap();
-        let mut times: Vec<f64> =
-            (0..20).map(|_| gpu.time(|| graph.launch()).unwrap() * 1e3 / 20.0).collect();
-        times.sort_by(f64::total_cmp);
-        times[10]
-    };
     eprintln!(" rows  greedy   drawn");
     for rows in [1usize, 16, 72, 136] {
         let inputs = Inputs {
@@ -225,10 +218,11 @@ fn noise_times() {
             mask_words: 1,
             rows,
         };
-        let greedy = time(&|| argmax.run(&gpu, &logits, rows, &picks));
-        let drawn = time(&|| draw.run(&gpu, &inputs, &logits, &picks));
+        let greedy = microseconds(&gpu, 20, &|_| argmax.run(&gpu, &logits, rows, &picks));
+        let drawn = microseconds(&gpu, 20, &|_| draw.run(&gpu, &inputs, &logits, &picks));
         eprintln!("{rows:>5}  {greedy:>6.2}  {drawn:>6.2}");
     }
-    let noise = time(&|| couple.run(&gpu, positions.pointer(), logits.pointer(), 15));
+    let noise =
+        microseconds(&gpu, 20, &|_| couple.run(&gpu, positions.pointer(), logits.pointer(), 15));
     eprintln!("noise of a draft: {noise:.2}");
 }

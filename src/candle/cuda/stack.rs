@@ -1,7 +1,5 @@
 //! Decoder layers on the GPU, with the cache and the scratch memory of one sequence: what target and drafter share.
 
-use std::iter;
-
 use candle_core::DType;
 use cudarc::driver::sys::CUdeviceptr;
 
@@ -9,7 +7,6 @@ use super::attention::{Attention, Cached};
 use super::device::{Buffer, Gpu, Pinned};
 use super::kernels::{Heads, Inputs, Kernels, Path, RopeStore};
 use super::products::{Place, Product};
-use super::tiles;
 use super::weights::Loader;
 use crate::candle::{DecoderConfig, Error, Result};
 
@@ -499,6 +496,6 @@ pub(super) fn padded(rows: usize) -> usize {
 /// As [`padded`], where any number of rows may come, as from prompts: there are few such widths, since what is done for
 /// the first time is planned first. None is above `widest`, the width of the most rows that come.
 pub(super) fn padded_to_few(rows: usize, widest: usize) -> usize {
-    let mut widths = iter::once(1).chain(tiles::rows_of_kernels());
-    widths.find(|&width| width >= rows).map_or(widest, |width| width.min(widest))
+    const WIDTHS: [usize; 7] = [1, 8, 24, 40, 72, 136, 256];
+    WIDTHS.into_iter().find(|&width| width >= rows).map_or(widest, |width| width.min(widest))
 }

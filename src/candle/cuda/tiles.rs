@@ -13,13 +13,17 @@ use super::products::{Operands, Product};
 use crate::candle::Result;
 
 /// Rows of `x` that there are kernels for, and with how many warpgroups.
-const KERNELS: [(usize, RangeInclusive<usize>); 6] =
-    [(8, 1..=3), (24, 1..=3), (40, 1..=3), (72, 1..=3), (136, 2..=3), (256, 2..=2)];
-
-/// Rows that there are kernels for, fewest first.
-pub(super) fn rows_of_kernels() -> impl Iterator<Item = usize> {
-    KERNELS.iter().map(|(rows, _)| *rows)
-}
+const KERNELS: [(usize, RangeInclusive<usize>); 9] = [
+    (8, 1..=3),
+    (16, 1..=3),
+    (24, 1..=3),
+    (40, 1..=3),
+    (64, 1..=3),
+    (72, 1..=3),
+    (128, 2..=3),
+    (136, 2..=3),
+    (256, 2..=2),
+];
 
 /// Columns of a tile, and bytes of one of its rows.
 pub(super) const COLUMNS: usize = 64;

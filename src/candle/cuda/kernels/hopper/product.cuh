@@ -36,10 +36,14 @@ template <typename T, int N> struct Multiply;
     };
 #define MULTIPLIES(T)                                                                                                  \
     MULTIPLY(T, 8, "%0, %1, %2, %3", D4(0), 4, 5, 6)                                                                   \
+    MULTIPLY(T, 16, "%0, %1, %2, %3, %4, %5, %6, %7", D4(0) COMMA D4(4), 8, 9, 10)                                      \
     MULTIPLY(T, 24, R0 ", %10, %11", D4(0) COMMA D4(4) COMMA D4(8), 12, 13, 14)                                        \
     MULTIPLY(T, 40, R0 ", " R10(1), D16(0) COMMA D4(16), 20, 21, 22)                                                   \
+    MULTIPLY(T, 64, R0 ", " R10(1) ", " R10(2) ", %30, %31", D16(0) COMMA D16(16), 32, 33, 34)                           \
     MULTIPLY(T, 72, R0 ", " R10(1) ", " R10(2) ", %30, %31, %32, %33, %34, %35", D16(0) COMMA D16(16) COMMA D4(32),    \
              36, 37, 38)                                                                                               \
+    MULTIPLY(T, 128,                                                                                                   \
+             R0 ", " R10(1) ", " R10(2) ", " R10(3) ", " R10(4) ", " R10(5) ", %60, %61, %62, %63", D64(0), 64, 65, 66)  \
     MULTIPLY(T, 136,                                                                                                   \
              R0 ", " R10(1) ", " R10(2) ", " R10(3) ", " R10(4) ", " R10(5) ", %60, %61, %62, %63, %64, %65, %66, %67", \
              D64(0) COMMA D4(64), 68, 69, 70)                                                                          \
@@ -339,15 +343,23 @@ constexpr int blocks_at_once(int n, int warpgroups) { return n * warpgroups > 27
     PRODUCT(T, 8, 1)                                                                                                   \
     PRODUCT(T, 8, 2)                                                                                                   \
     PRODUCT(T, 8, 3)                                                                                                   \
+    PRODUCT(T, 16, 1)                                                                                                  \
+    PRODUCT(T, 16, 2)                                                                                                  \
+    PRODUCT(T, 16, 3)                                                                                                  \
     PRODUCT(T, 24, 1)                                                                                                  \
     PRODUCT(T, 24, 2)                                                                                                  \
     PRODUCT(T, 24, 3)                                                                                                  \
     PRODUCT(T, 40, 1)                                                                                                  \
     PRODUCT(T, 40, 2)                                                                                                  \
     PRODUCT(T, 40, 3)                                                                                                  \
+    PRODUCT(T, 64, 1)                                                                                                  \
+    PRODUCT(T, 64, 2)                                                                                                  \
+    PRODUCT(T, 64, 3)                                                                                                  \
     PRODUCT(T, 72, 1)                                                                                                  \
     PRODUCT(T, 72, 2)                                                                                                  \
     PRODUCT(T, 72, 3)                                                                                                  \
+    PRODUCT(T, 128, 2)                                                                                                 \
+    PRODUCT(T, 128, 3)                                                                                                 \
     PRODUCT(T, 136, 2)                                                                                                 \
     PRODUCT(T, 136, 3)                                                                                                 \
     PRODUCT(T, 256, 2)

@@ -15,12 +15,12 @@ const ROWS: usize = 64;
 /// Keys, and values, of a tile.
 const KEYS: usize = 64;
 
-const MAX_WARPGROUPS: usize = 3;
+const MAX_WARPGROUPS: usize = 2;
 const MAX_SPLITS: usize = 8;
 
-/// Tiles of keys and of values in shared memory: more gain nothing.
+/// Tiles of keys and of values in shared memory.
 const MIN_STAGES: usize = 2;
-const MAX_STAGES: usize = 3;
+const MAX_STAGES: usize = 5;
 
 #[derive(Debug)]
 pub(super) struct Warpgroups {
@@ -30,24 +30,16 @@ pub(super) struct Warpgroups {
     shapes: Vec<Shape>,
 }
 
-/// A block that there is room for.
+/// A cluster that there is room for.
 #[derive(Debug)]
 struct Shape {
     warpgroups: usize,
+    splits: usize,
     stages: usize,
     /// Blocks that share a multiprocessor.
     sharing: usize,
-    /// How many clusters of 1, 2, ... such blocks can run at once.
-    at_once: Vec<usize>,
-}
-
-/// How a pass is split.
-#[derive(Clone, Copy, Debug)]
-struct Split {
-    warpgroups: usize,
-    stages: usize,
-    tiles: usize,
-    splits: usize,
+    /// How many can run at once.
+    at_once: usize,
 }
 
 impl Warpgroups {
@@ -65,51 +57,46 @@ impl Warpgroups {
         let mut shapes = Vec::new();
         for (sharing, memory) in [(1, whole), (2, half)] {
             for warpgroups in 1..=MAX_WARPGROUPS {
-                let bytes = |stages, splits| {
-                    shared_bytes(head_dim, warpgroups, stages, splits, MAX_SLOTS.div_ceil(64))
-                };
-                let fits = |&stages: &usize| {
-                    (1..=MAX_SPLITS).all(|splits| bytes(stages, splits) <= memory)
-                };
-                let Some(stages) = (MIN_STAGES..=MAX_STAGES).rev().find(fits) else { continue };
-                let at_once = |splits| {
-                    let shared_bytes = bytes(stages, splits);
-                    let clusters = Clusters { blocks: (splits as u32, 1), shared_bytes };
-                    gpu.clusters_at_once(&function, threads(warpgroups), clusters)
-                };
-                let at_once = (1..=MAX_SPLITS).map(at_once).collect::<Result<_>>()?;
-                shapes.push(Shape { warpgroups, stages, sharing, at_once });
+                for splits in 1..=MAX_SPLITS {
+                    let bytes = |stages| {
+                        shared_bytes(head_dim, warpgroups, stages, splits, MAX_SLOTS.div_ceil(64))
+                    };
+                    let fits = |stages: &usize| bytes(*stages) <= memory;
+                    let Some(stages) = (MIN_STAGES..=MAX_STAGES).rev().find(fits) else { continue };
+                    let (blocks, shared_bytes) = ((splits as u32, 1), bytes(stages));
+                    let clusters = Clusters { blocks, shared_bytes };
+                    let at_once = gpu.clusters_at_once(&function, threads(warpgroups), clusters)?;
+                    if at_once > 0 {
+                        shapes.push(Shape { warpgroups, splits, stages, sharing, at_once });
+                    }
+                }
             }
         }
         Ok(Some(Self { function, dtype, heads, shapes }))
     }
 
-    /// The least time, by rough measure, for a prefix of about a thousand keys. A tile of keys takes longer the more
-    /// warpgroups of a multiprocessor work on theirs, and so does what comes before and after.
-    fn split(&self, width: usize) -> Split {
+    /// How a pass is split, and its tiles of rows: the least time, by rough measure, for a prefix of about a thousand
+    /// keys. A tile of keys takes longer the more warpgroups of a multiprocessor work on theirs, and so does what comes
+    /// before and after.
+    fn split(&self, width: usize) -> (&Shape, usize) {
         let heads = self.heads;
-        let rows = width * heads.query / heads.kv;
         let key_tiles = (1024 + width).div_ceil(KEYS);
-        let ways = self.shapes.iter().flat_map(|shape| {
-            let Shape { warpgroups, stages, sharing, ref at_once } = *shape;
-            let tiles = rows.div_ceil(ROWS * warpgroups);
-            at_once.iter().zip(1..).filter(|(at_once, _)| **at_once > 0).map(
-                move |(at_once, splits)| {
-                    let waves = (tiles * heads.kv).div_ceil(*at_once);
-                    let at_work = warpgroups * sharing;
-                    let work = waves * (key_tiles.div_ceil(splits) * (3 + at_work) + 3 * at_work);
-                    (work, Split { warpgroups, stages, tiles, splits })
-                },
-            )
-        });
-        let best = ways.min_by_key(|(work, way)| (*work, way.warpgroups, way.splits));
-        best.expect("there is memory for a warpgroup").1
+        let tiles =
+            |shape: &Shape| (width * heads.query / heads.kv).div_ceil(ROWS * shape.warpgroups);
+        let work = |shape: &&Shape| {
+            let waves = (tiles(shape) * heads.kv).div_ceil(shape.at_once);
+            let at_work = shape.warpgroups * shape.sharing;
+            let work = key_tiles.div_ceil(shape.splits) * (3 + at_work) + 3 * at_work;
+            (waves * work, shape.warpgroups, shape.splits)
+        };
+        let best = self.shapes.iter().min_by_key(work).expect("there is memory for a warpgroup");
+        (best, tiles(best))
     }
 
     pub(super) fn run(&self, gpu: &Gpu, call: Call, cached: Cached) -> Result<()> {
         let Call { q, q_stride, out, prefix, mask, mask_words, width, group, scale } = call;
         let heads = self.heads;
-        let Split { warpgroups, stages, tiles, splits } = self.split(width as usize);
+        let (&Shape { warpgroups, splits, stages, .. }, tiles) = self.split(width as usize);
         let row = heads.kv_size();
         // A tile has all planes of 64 columns that a head has.
         let planes = |address| {
@@ -139,12 +126,12 @@ impl Warpgroups {
     }
 }
 
+/// One more warp asks for tiles.
 fn threads(warpgroups: usize) -> u32 {
-    128 * warpgroups as u32
+    128 * warpgroups as u32 + 32
 }
 
-/// Bytes of shared memory: tiles; queries, or in their place what splits send; how their weights relate; masks;
-/// barriers.
+/// Bytes of shared memory: tiles; queries; what splits send, and how it is weighted; masks; barriers.
 fn shared_bytes(
     head_dim: usize,
     warpgroups: usize,
@@ -154,6 +141,6 @@ fn shared_bytes(
 ) -> usize {
     let rows = warpgroups * ROWS;
     let sent = (rows / 16).div_ceil(splits) * splits * 16;
-    2 * head_dim * (2 * stages * KEYS + rows.max(sent))
-        + 8 * (splits * rows + (rows + 1) * mask_words + 3 * stages + 2)
+    2 * head_dim * (2 * stages * KEYS + rows + sent)
+        + 8 * (sent + (rows + 1) * mask_words + 3 * stages + 1)
 }

@@ -209,30 +209,42 @@ impl Gguf {
         } else {
             None
         };
+        self.check_scaling_keys()?;
         let field = self.key("rope.scaling.type");
+        let factor = self.scaling_factor()?;
+        // As llama.cpp reads a file that does not say.
+        let absent = if factor.is_some_and(|factor| factor != 1.0) { "linear" } else { "none" };
         let kind = match self.content.metadata.get(&field) {
-            None => "none",
+            None => absent,
             Some(Value::String(kind)) => kind,
             Some(other) => return Err(Error::config(field, format!("{other:?}"), "a string")),
         };
+        let scaled = || {
+            let field = self.key("rope.scaling.factor");
+            factor.ok_or_else(|| Error::config(field, "nothing", "a positive number"))
+        };
+        let attention = self.opt_positive_f64("rope.scaling.attn_factor")?.unwrap_or(1.0);
+        if kind != "yarn" && attention != 1.0 {
+            let field = self.key("rope.scaling.attn_factor");
+            return Err(Error::config(field, attention, "1, or a rope.scaling.type of yarn"));
+        }
         Ok(match (kind, divisors) {
             ("none", None) => (RopeScaling::Default, context),
             ("none", Some(divisors)) => (RopeScaling::Divisors(divisors), context),
-            ("linear", None) => {
-                (RopeScaling::Linear { factor: self.positive_f64("rope.scaling.factor")? }, context)
-            }
+            ("linear", None) => (RopeScaling::Linear { factor: scaled()? }, context),
             ("yarn", None) => {
-                let factor = self.positive_f64("rope.scaling.factor")?;
+                let factor = scaled()?;
                 let original = self.opt_positive("rope.scaling.original_context_length")?;
                 let original = original.unwrap_or(context);
                 let derived = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
-                let attn = self.opt_positive_f64("rope.scaling.attn_factor")?.unwrap_or(1.0);
+                let beta =
+                    |key, default| Ok::<_, Error>(self.opt_positive_f64(key)?.unwrap_or(default));
                 let scaling = RopeScaling::Yarn {
                     factor,
-                    beta_fast: 32.0,
-                    beta_slow: 1.0,
+                    beta_fast: beta("rope.scaling.yarn_beta_fast", 32.0)?,
+                    beta_slow: beta("rope.scaling.yarn_beta_slow", 1.0)?,
                     original_max_position: original,
-                    attention_factor: derived * attn,
+                    attention_factor: derived * attention,
                     truncate: true,
                 };
                 (scaling, context.max((original as f64 * factor) as u32 as usize))
@@ -247,6 +259,53 @@ impl Gguf {
                 ));
             }
         })
+    }
+
+    /// By how much positions are compressed, under its name of today or its first; 0 counts as absent.
+    fn scaling_factor(&self) -> Result<Option<f64>> {
+        for key in ["rope.scaling.factor", "rope.scale_linear"] {
+            let is_zero = match self.content.metadata.get(&self.key(key)) {
+                Some(Value::F32(number)) => *number == 0.0,
+                Some(Value::F64(number)) => *number == 0.0,
+                None => true,
+                Some(_) => false,
+            };
+            if !is_zero {
+                return self.opt_positive_f64(key);
+            }
+        }
+        Ok(None)
+    }
+
+    /// Refuses what is said about scaled rotation and not read, unless it says what is done anyway.
+    fn check_scaling_keys(&self) -> Result<()> {
+        const READ: [&str; 7] = [
+            "type",
+            "factor",
+            "original_context_length",
+            "attn_factor",
+            "yarn_beta_fast",
+            "yarn_beta_slow",
+            // Whether the model was trained further with it.
+            "finetuned",
+        ];
+        const DEFAULTS: [(&str, f32); 3] =
+            [("yarn_ext_factor", 1.0), ("yarn_attn_factor", 1.0), ("yarn_log_multiplier", 0.0)];
+        let prefix = self.key("rope.scaling.");
+        for (key, value) in &self.content.metadata {
+            let Some(name) = key.strip_prefix(&prefix).filter(|name| !READ.contains(name)) else {
+                continue;
+            };
+            let accepted = match DEFAULTS.iter().find(|(known, _)| *known == name) {
+                Some((_, default)) if value.to_f32().is_ok_and(|found| found == *default) => {
+                    continue;
+                }
+                Some((_, default)) => format!("{default}, or nothing"),
+                None => format!("nothing: keys that are read are {}", READ.join(", ")),
+            };
+            return Err(Error::config(key, format!("{value:?}"), accepted));
+        }
+        Ok(())
     }
 
     fn key(&self, key: &str) -> String {

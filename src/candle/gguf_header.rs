@@ -36,12 +36,7 @@ impl<R: Read + Seek> Header<'_, R> {
         let _tensors = self.length()?;
         for _ in 0..self.length()? {
             let len = self.length()?;
-            let is_alignment = if len == ALIGNMENT.len() as u64 {
-                self.bytes::<{ ALIGNMENT.len() }>()? == ALIGNMENT
-            } else {
-                self.skip(len)?;
-                false
-            };
+            let is_alignment = self.is_alignment(len)?;
             let kind = self.u32()?;
             match (is_alignment, kind) {
                 (true, 0 | 1) if self.bytes::<1>()? == [0] => return Ok(true),
@@ -52,6 +47,21 @@ impl<R: Read + Seek> Header<'_, R> {
             }
         }
         Ok(false)
+    }
+
+    /// Whether a key of `len` bytes is the alignment's, as candle takes it: without zeroes at the end.
+    fn is_alignment(&mut self, len: u64) -> Result<bool> {
+        let Some(mut rest) = len.checked_sub(ALIGNMENT.len() as u64) else {
+            self.skip(len)?;
+            return Ok(false);
+        };
+        let mut same = self.bytes::<{ ALIGNMENT.len() }>()? == ALIGNMENT;
+        while same && rest > 0 {
+            same = self.bytes::<1>()? == [0];
+            rest -= 1;
+        }
+        self.skip(rest)?;
+        Ok(same)
     }
 
     fn skip_value(&mut self, kind: u32, depth: usize) -> Result<()> {

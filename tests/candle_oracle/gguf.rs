@@ -213,7 +213,11 @@ fn scaling_keys_are_read() {
     let scaling = |changes: &[(&str, Meta)]| {
         let mut metadata = metadata(&config);
         for (key, value) in changes {
-            set(&mut metadata, &format!("qwen2.rope.scaling.{key}"), value.clone());
+            let key = match *key {
+                "scale_linear" => "qwen2.rope.scale_linear".to_owned(),
+                key => format!("qwen2.rope.scaling.{key}"),
+            };
+            set(&mut metadata, &key, value.clone());
         }
         let file = file();
         write(&file.path, &config, &metadata, &tensors, GgmlDType::F32);
@@ -223,14 +227,50 @@ fn scaling_keys_are_read() {
     let factor = || ("factor", Meta::F32(4.0));
     let linear = RopeScaling::Linear { factor: 4.0 };
     assert_eq!(scaling(&[kind("none")]).unwrap(), (RopeScaling::Default, 128));
-    assert_eq!(scaling(&[kind("linear"), factor()]).unwrap(), (linear, 128));
+    assert_eq!(scaling(&[kind("linear"), factor()]).unwrap(), (linear.clone(), 128));
+    // What llama.cpp makes of files that give no type.
+    let number = |key, value: f32| (key, Meta::F32(value));
+    for scaled in [vec![factor()], vec![number("scale_linear", 4.0)]] {
+        assert_eq!(scaling(&scaled).unwrap(), (linear.clone(), 128), "{scaled:?}");
+    }
+    let defaults = [
+        ("finetuned", Meta::Bool(true)),
+        number("yarn_ext_factor", 1.0),
+        number("yarn_attn_factor", 1.0),
+        number("yarn_log_multiplier", 0.0),
+        number("attn_factor", 1.0),
+    ];
+    for plain in [number("factor", 0.0), number("factor", 1.0), number("scale_linear", 1.0)] {
+        let keys = [&[plain], &defaults[..]].concat();
+        assert_eq!(scaling(&keys).unwrap(), (RopeScaling::Default, 128), "{keys:?}");
+    }
     let original = ("original_context_length", Meta::U32(64));
     let json = json!({"rope_scaling": {
         "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64
     }});
     let yarn = super::support::config(Architecture::Qwen2, json).rope.scaling;
-    assert_eq!(scaling(&[kind("yarn"), factor(), original]).unwrap(), (yarn, 256));
-    for bad in [vec![kind("longrope")], vec![kind("linear")], vec![("type", Meta::U32(1))]] {
+    assert_eq!(scaling(&[kind("yarn"), factor(), original.clone()]).unwrap(), (yarn, 256));
+    let json = json!({"rope_scaling": {
+        "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64,
+        "beta_fast": 16.0, "beta_slow": 2.0, "attention_factor": 2.0 * (0.1 * 4f64.ln() + 1.0)
+    }});
+    let yarn = super::support::config(Architecture::Qwen2, json).rope.scaling;
+    let betas = [number("yarn_beta_fast", 16.0), number("yarn_beta_slow", 2.0)];
+    let keys =
+        [&[kind("yarn"), factor(), original, number("attn_factor", 2.0)], &betas[..]].concat();
+    assert_eq!(scaling(&keys).unwrap(), (yarn, 256));
+    for bad in [
+        vec![kind("longrope")],
+        vec![kind("linear")],
+        vec![("type", Meta::U32(1))],
+        vec![number("factor", -2.0)],
+        vec![kind("linear"), factor(), number("attn_factor", 2.0)],
+        vec![kind("yarn"), factor(), number("yarn_ext_factor", 0.0)],
+        vec![kind("yarn"), factor(), number("yarn_attn_factor", 3.0)],
+        vec![kind("yarn"), factor(), number("yarn_log_multiplier", 0.1)],
+        vec![kind("yarn"), factor(), number("yarn_beta_fast", 0.0)],
+        vec![kind("none"), number("alpha", 1.0)],
+    ] {
         assert!(matches!(scaling(&bad), Err(Error::Config { .. })), "{bad:?}");
     }
 }
@@ -328,13 +368,18 @@ fn an_alignment_of_zero_is_refused_wherever_it_is() {
     ];
     let mut kept = metadata(&config);
     kept.extend(before.map(|(key, value)| (key.to_owned(), value)));
-    let open = |value: Meta| {
+    let open_with = |key: &str, value: Meta| {
         let mut metadata = kept.clone();
-        metadata.push(("general.alignment".to_owned(), value));
+        metadata.push((key.to_owned(), value));
         let file = file();
         write(&file.path, &config, &metadata, &tensors, GgmlDType::F32);
         Gguf::open(&file.path).map(|_| ())
     };
+    let open = |value| open_with("general.alignment", value);
+    // candle takes zeroes off the end of keys.
+    for (key, refused) in [("general.alignment\0\0", true), ("general.alignment\0x", false)] {
+        assert_eq!(open_with(key, Meta::U32(0)).is_err(), refused, "{key:?}");
+    }
     for zero in [Meta::U8(0), Meta::I8(0), Meta::U16(0), Meta::I16(0), Meta::U32(0), Meta::I32(0)] {
         let error = open(zero).unwrap_err();
         assert!(error.to_string().contains("`general.alignment`: found 0"), "{error}");

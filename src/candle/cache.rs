@@ -23,6 +23,8 @@ pub struct KvCache {
     layers: Vec<LayerCache>,
     states: Option<StateCache>,
     len: usize,
+    /// Where the rows end that passes wrote: committed ones, and those of the last pass.
+    written: usize,
     max_len: usize,
 }
 
@@ -50,7 +52,7 @@ impl KvCache {
                 })
             })
             .collect::<Result<_>>()?;
-        Ok(Self { layers, states: None, len: 0, max_len })
+        Ok(Self { layers, states: None, len: 0, written: 0, max_len })
     }
 
     /// The same cache with states beside the rows.
@@ -167,19 +169,19 @@ impl KvCache {
             }
             states.drop_pass();
         }
-        self.len = len;
+        (self.len, self.written) = (len, len);
         Ok(())
     }
 
     /// Commits the next `rows` rows as forward passes without a tree wrote them.
     ///
     /// # Errors
-    /// That many rows have never been written; or there are recurrent layers and the last pass did
-    /// not end at the last of these rows.
+    /// Passes since the last commit have not written that many; or there are recurrent layers and the
+    /// last pass did not end at the last of these rows.
     pub fn extend(&mut self, rows: usize) -> Result<()> {
-        let room = self.capacity() - self.len;
-        if rows > room {
-            return Err(Error::argument("rows", rows, format!("at most {room} written rows")));
+        let written = self.written - self.len;
+        if rows > written {
+            return Err(Error::argument("rows", rows, format!("at most {written}, as written")));
         }
         let end = self.len + rows;
         if let Some(states) = &mut self.states {
@@ -199,8 +201,8 @@ impl KvCache {
     /// row moves towards the front or stays. An identity prefix is not touched.
     ///
     /// # Errors
-    /// `base` is not the committed length, `slots` do not rise strictly or lie outside the buffer; or
-    /// there are recurrent layers and `slots` is no path of the tree that was run last.
+    /// `base` is not the committed length, `slots` do not rise strictly or are none that the last pass
+    /// wrote; or there are recurrent layers and `slots` is no path of the tree that was run last.
     /// No row has moved then. An error from candle while rows move leaves the committed rows
     /// `0..base` intact and the length unmoved.
     pub fn commit(&mut self, base: usize, slots: &[u32]) -> Result<()> {
@@ -214,15 +216,12 @@ impl KvCache {
         if slots.windows(2).any(|pair| pair[0] >= pair[1]) {
             return Err(Error::argument("slots", format!("{slots:?}"), "strictly rising slots"));
         }
-        let capacity = self.capacity();
+        let written = self.written - base;
         if let Some(&last) = slots.last()
-            && last as usize >= capacity - base
+            && last as usize >= written
         {
-            return Err(Error::argument(
-                "slots",
-                last,
-                format!("slots below {} (rows written by a forward pass)", capacity - base),
-            ));
+            let accepted = format!("slots below {written} (rows written by a forward pass)");
+            return Err(Error::argument("slots", last, accepted));
         }
         if let Some(states) = &mut self.states {
             states.accept(base, slots)?;
@@ -242,6 +241,7 @@ impl KvCache {
             states.commit();
         }
         self.len = base + slots.len();
+        self.written = self.len;
         Ok(())
     }
 
@@ -267,9 +267,14 @@ impl KvCache {
         })
     }
 
-    fn capacity(&self) -> usize {
-        let buffers = self.layers.iter().flat_map(|l| [&l.keys, &l.values]);
-        buffers.map(|buffer| buffer.dims()[1]).min().unwrap_or(self.max_len)
+    /// Where the rows end that passes wrote.
+    pub(crate) fn written(&self) -> usize {
+        self.written
+    }
+
+    /// Tells that passes wrote the rows up to `end` and none behind them.
+    pub(crate) fn set_written(&mut self, end: usize) {
+        self.written = end;
     }
 
     /// Makes room for `rows` rows.

@@ -378,6 +378,8 @@ impl DecoderModel {
             tokens.extend_from_slice(pass.tokens);
             positions.extend_from_slice(pass.positions);
             cache.reserve(pass.start + n)?;
+            // Until the pass is over.
+            cache.set_written(pass.start);
             let committed = cache.len();
             if let Some(states) = cache.states_mut() {
                 states.begin(committed, pass.start, n, pass.tree)?;
@@ -457,6 +459,7 @@ impl DecoderModel {
             let captured: Vec<Tensor> = captured.into_iter().flatten().collect();
             let taps =
                 if captured.is_empty() { None } else { Some(Tensor::cat(&captured, D::Minus1)?) };
+            cache.set_written(pass.start + pass.tokens.len());
             if let Some(states) = cache.states_mut() {
                 states.finish();
             }
@@ -496,8 +499,12 @@ impl DecoderModel {
         if let Some(position) = pass.positions.iter().find(|&&p| p as usize >= limit) {
             return Err(Error::argument("positions", position, format!("positions below {limit}")));
         }
-        if pass.start < cache.len() {
-            let accepted = format!("at least the committed length {}", cache.len());
+        if !(cache.len()..=cache.written()).contains(&pass.start) {
+            let accepted = format!(
+                "from the committed length {} to {}, where the rows end that passes wrote",
+                cache.len(),
+                cache.written()
+            );
             return Err(Error::argument("start", pass.start, accepted));
         }
         let hybrid = self.config.hybrid.as_ref();

@@ -1,6 +1,6 @@
 //! Commits, truncation and growth of the cache against plain decoding.
 
-use ddtree::candle::{Architecture, Error};
+use ddtree::candle::{Architecture, Error, Forward, KvCache, Want};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -76,12 +76,44 @@ fn wrong_commits_change_nothing() {
     feed(&model, &mut cache, &[1, 2, 3]);
     logits(&model, &mut cache, &[4, 5, 6]);
     let before = contents(&cache);
-    for (base, slots) in [(2, vec![0]), (3, vec![1, 1]), (3, vec![2, 1]), (3, vec![0, 13])] {
+    for (base, slots) in [(2, vec![0]), (3, vec![1, 1]), (3, vec![2, 1]), (3, vec![0, 3])] {
         assert!(matches!(cache.commit(base, &slots), Err(Error::Argument { .. })), "{slots:?}");
     }
-    assert!(cache.extend(14).is_err() && cache.truncate(4).is_err());
+    assert!(cache.extend(4).is_err() && cache.truncate(4).is_err());
     assert!(cache.keys(3).is_err() && cache.values(3).is_err());
     assert_eq!((cache.len(), contents(&cache)), (3, before));
+}
+
+/// Zeroes, or what was there before, would become the text's rows.
+#[test]
+fn rows_that_no_pass_wrote_are_not_committed() {
+    let model = random_model(Architecture::Llama, json!({}), 25);
+    let mut cache = model.new_cache(16).unwrap();
+    assert!(cache.extend(1).is_err() && cache.commit(0, &[0]).is_err());
+    let pass = |cache: &mut KvCache, start: usize| {
+        let positions: Vec<u32> = (start as u32..).take(3).collect();
+        let pass = Forward {
+            tokens: &[4, 5, 6],
+            positions: &positions,
+            start,
+            mask: None,
+            tree: None,
+            want: Want::Nothing,
+            taps: &[],
+        };
+        model.forward(cache, &pass).map(|_| ())
+    };
+    assert!(pass(&mut cache, 1).is_err());
+    pass(&mut cache, 0).unwrap();
+    pass(&mut cache, 3).unwrap();
+    assert!(pass(&mut cache, 7).is_err());
+    // A pass that begins further ahead voids what is behind it.
+    pass(&mut cache, 2).unwrap();
+    assert!(cache.extend(6).is_err());
+    cache.extend(5).unwrap();
+    cache.truncate(2).unwrap();
+    assert!(cache.extend(1).is_err() && cache.commit(2, &[0]).is_err());
+    assert_eq!(cache.len(), 2);
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
 use ddtree::candle::{
-    Error, Weights,
+    DecoderModel, Error, Weights,
     dflash::{DFlash, DFlashConfig, SharedWeights},
 };
 use serde_json::json;
@@ -164,6 +164,26 @@ fn hidden_size_layers_and_taps_are_compared_with_the_target() {
         message.contains("hidden_size") && message.contains("16") && message.contains("32"),
         "{message}"
     );
+}
+
+/// Where the target is at hand, a drafter of another one's taps is not loaded.
+#[test]
+fn the_width_of_taps_is_compared_with_the_target() {
+    let models =
+        std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/models/tiny-qwen3");
+    let target = DecoderModel::load(models.join("target"), DType::F32, &Device::Cpu).unwrap();
+    let config = std::fs::read_to_string(models.join("drafter/config.json")).unwrap();
+    let mut config = serde_json::from_str(&config).unwrap();
+    for (width, loads) in [(target.config().hidden_size, true), (64, false)] {
+        merge(&mut config, json!({ "dflash_config": { "target_hidden_size": width } }));
+        let weights = Weights::open(models.join("drafter"), DType::F32, &Device::Cpu).unwrap();
+        let config = DFlashConfig::from_json(&config.to_string()).unwrap();
+        let error = DFlash::new(config, weights, &target).err().map(|error| error.to_string());
+        assert!(
+            error.as_ref().map_or(loads, |error| error.contains("target_hidden_size") && !loads),
+            "{width}: {error:?}"
+        );
+    }
 }
 
 #[test]

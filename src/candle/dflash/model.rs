@@ -21,6 +21,8 @@ pub struct SharedWeights {
     lm_head: LmHead,
     num_layers: usize,
     max_positions: usize,
+    /// Width of what layers give, where the target is known.
+    tap_width: Option<usize>,
 }
 
 impl SharedWeights {
@@ -45,7 +47,7 @@ impl SharedWeights {
             return Err(Error::argument("lm_head", format!("{:?}", lm_head.dims()), accepted));
         }
         let (embed_tokens, lm_head) = (Embedding::new(embed_tokens), LmHead::new(lm_head));
-        Ok(Self { embed_tokens, lm_head, num_layers, max_positions })
+        Ok(Self { embed_tokens, lm_head, num_layers, max_positions, tap_width: None })
     }
 }
 
@@ -56,6 +58,7 @@ impl From<&DecoderModel> for SharedWeights {
             lm_head: target.lm_head().clone(),
             num_layers: target.config().num_layers(),
             max_positions: target.config().max_positions,
+            tap_width: Some(target.config().hidden_size),
         }
     }
 }
@@ -270,8 +273,8 @@ impl DFlash {
         for (index, layer) in self.layers.iter().enumerate() {
             layer.attention.write_context(&x, &rotation, &self.context, index, len)?;
         }
-        let slots: Vec<u32> = (0..rows as u32).collect();
-        self.context.commit(len, &slots)?;
+        self.context.set_written(len + rows);
+        self.context.extend(rows)?;
         if len == 0 {
             self.start = start;
         }
@@ -402,6 +405,16 @@ fn check_pair(config: &DFlashConfig, weights: &Weights, shared: &SharedWeights) 
     if config.decoder.hidden_size != width {
         let accepted = format!("{width}, the target's");
         return Err(Error::config("hidden_size", config.decoder.hidden_size, accepted));
+    }
+    if let Some(width) = shared.tap_width
+        && config.target_hidden_size != width
+    {
+        let accepted = format!("{width}, the target's hidden_size");
+        return Err(Error::config(
+            "dflash_config.target_hidden_size",
+            config.target_hidden_size,
+            accepted,
+        ));
     }
     if config.mask_token_id as usize >= vocab_size {
         let accepted = format!("a row of the target's embedding, below {vocab_size}");

@@ -203,8 +203,8 @@ impl DecoderConfig {
         fields.must_be_absent("quantization_config", "unquantised weights, or a GGUF file")?;
 
         let hidden_size = fields.positive("hidden_size")?;
-        let num_heads = fields.positive("num_attention_heads")?;
-        let num_kv_heads = fields.opt_positive("num_key_value_heads")?.unwrap_or(num_heads);
+        let num_heads = fields.factor("num_attention_heads")?;
+        let num_kv_heads = fields.opt_factor("num_key_value_heads")?.unwrap_or(num_heads);
         if num_heads % num_kv_heads != 0 {
             return Err(Error::config(
                 "num_key_value_heads",
@@ -212,7 +212,7 @@ impl DecoderConfig {
                 format!("a divisor of num_attention_heads = {num_heads}"),
             ));
         }
-        let head_dim = match fields.opt_positive("head_dim")? {
+        let head_dim = match fields.opt_factor("head_dim")? {
             Some(head_dim) => head_dim,
             None if hidden_size % num_heads == 0 => hidden_size / num_heads,
             None => {
@@ -354,11 +354,11 @@ impl Hybrid {
             }
         };
         let delta_net = DeltaNetConfig {
-            key_heads: fields.positive("linear_num_key_heads")?,
-            value_heads: fields.positive("linear_num_value_heads")?,
-            key_dim: fields.positive("linear_key_head_dim")?,
-            value_dim: fields.positive("linear_value_head_dim")?,
-            conv_kernel: fields.positive("linear_conv_kernel_dim")?,
+            key_heads: fields.factor("linear_num_key_heads")?,
+            value_heads: fields.factor("linear_num_value_heads")?,
+            key_dim: fields.factor("linear_key_head_dim")?,
+            value_dim: fields.factor("linear_value_head_dim")?,
+            conv_kernel: fields.factor("linear_conv_kernel_dim")?,
         };
         if !delta_net.value_heads.is_multiple_of(delta_net.key_heads) {
             return Err(Error::config(
@@ -528,10 +528,14 @@ fn rope_config(
                 None => max_positions as f64 / original as f64,
             };
             reach = reach.max((original as f64 * factor) as u32 as usize);
+            let beta = |key, default| match rope.value(key) {
+                None => Ok(default),
+                Some(_) => rope.positive_f64(key),
+            };
             let scaling = RopeScaling::Yarn {
                 factor,
-                beta_fast: rope.opt_f64("beta_fast")?.unwrap_or(32.0),
-                beta_slow: rope.opt_f64("beta_slow")?.unwrap_or(1.0),
+                beta_fast: beta("beta_fast", 32.0)?,
+                beta_slow: beta("beta_slow", 1.0)?,
                 original_max_position: original,
                 attention_factor: yarn_attention_factor(&rope, factor)?,
                 truncate: rope.bool("truncate", true)?,
@@ -557,6 +561,9 @@ fn rope_config(
 
 const ROPE_TYPES: &str = "default, linear, dynamic, llama3, yarn";
 const COMMON_ROPE_KEYS: &[&str] = &["rope_type", "type", "rope_theta", "partial_rotary_factor"];
+/// Sizes that are multiplied with each other; real ones are far below this.
+const FACTORS: &str = "a positive whole number up to 65536";
+
 /// How frequencies are shared between time, height and width; all three are the same for text.
 const MROPE_KEYS: &[&str] = &["mrope_section", "mrope_interleaved"];
 const YARN_KEYS: &[&str] = &[
@@ -655,9 +662,19 @@ impl<'a> Fields<'a> {
 
     pub(crate) fn opt_positive(&self, key: &str) -> Result<Option<usize>> {
         self.typed(key, "a positive whole number", |v| {
-            // Sizes are multiplied with each other; real ones are far below this.
             v.as_u64().filter(|n| (1..=u64::from(u32::MAX)).contains(n)).map(|n| n as usize)
         })
+    }
+
+    /// As [`FACTORS`] says.
+    fn opt_factor(&self, key: &str) -> Result<Option<usize>> {
+        self.typed(key, FACTORS, |v| {
+            v.as_u64().filter(|n| (1..=1 << 16).contains(n)).map(|n| n as usize)
+        })
+    }
+
+    fn factor(&self, key: &str) -> Result<usize> {
+        self.required(key, FACTORS, self.opt_factor(key)?)
     }
 
     pub(crate) fn positive(&self, key: &str) -> Result<usize> {

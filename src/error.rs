@@ -80,8 +80,8 @@ pub enum Error {
         /// What is wrong with the row.
         source: crate::top_k::LogitsError,
     },
-    /// Bias and constraint forbid every token at a slot that the text reaches.
-    #[error("no token is left at slot {slot}: bias and constraint must leave at least one")]
+    /// Every token is forbidden at a slot that the text reaches, by logits of -inf, bias or constraint.
+    #[error("no token is left at slot {slot}: logits, bias and constraint must leave at least one")]
     NoToken {
         /// The slot; 0 also for the token after a prefill.
         slot: usize,

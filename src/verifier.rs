@@ -246,7 +246,7 @@ impl<'a> Picks<'a> {
     }
 
     /// Collects into `ids`, and into `leads` by how much the best logit of every
-    /// slot leads the second one; NaN where a token id was handed over. A pick
+    /// slot leads the second one; NaN where a token id was handed over, or none. A pick
     /// that differs from another run's at a small lead is a near-tie, in which
     /// floating point decides; at a large one it is a fault.
     pub fn with_leads(ids: &'a mut Vec<u32>, leads: &'a mut Vec<f32>) -> Self {
@@ -294,6 +294,7 @@ impl<'a> Picks<'a> {
     /// Leaves the next slot without a pick. An error follows if it was [wanted](Self::wanted).
     pub fn skip(&mut self) {
         self.ids.push(Self::SKIPPED);
+        self.fill_leads();
     }
 
     /// Adds the pick of the next slot.
@@ -304,11 +305,15 @@ impl<'a> Picks<'a> {
     /// Adds the picks of the next slots.
     pub fn extend(&mut self, tokens: &[u32]) {
         self.ids.extend_from_slice(tokens);
-        if let Some(leads) = &mut self.leads {
-            leads.resize(self.ids.len(), f32::NAN);
-        }
+        self.fill_leads();
         if let Some(context) = &mut self.context {
             *context.by_id = true;
+        }
+    }
+
+    fn fill_leads(&mut self) {
+        if let Some(leads) = &mut self.leads {
+            leads.resize(self.ids.len(), f32::NAN);
         }
     }
 
@@ -334,13 +339,19 @@ impl<'a> Picks<'a> {
                     picked => picked?,
                 }
             }
-            _ => top_k::argmax(logits).map_err(|source| Error::Logits { row: slot, source })?.0,
+            _ => match top_k::argmax(logits) {
+                Ok((_, f32::NEG_INFINITY)) if self.reaches(slot) => {
+                    return Err(Error::NoToken { slot });
+                }
+                Ok((_, f32::NEG_INFINITY)) => Self::SKIPPED,
+                found => found.map_err(|source| Error::Logits { row: slot, source })?.0,
+            },
         };
         self.ids.push(token);
         if let Some(leads) = &mut self.leads {
-            let (before, after) = logits.split_at(token as usize);
-            let (best, others) = (after[0], before.iter().chain(&after[1..]));
-            leads.push(best - others.copied().fold(f32::NEG_INFINITY, f32::max));
+            let best = logits.get(token as usize).copied().unwrap_or(f32::NAN);
+            let others = logits.iter().enumerate().filter(|(id, _)| *id != token as usize);
+            leads.push(best - others.map(|(_, &logit)| logit).fold(f32::NEG_INFINITY, f32::max));
         }
         Ok(())
     }

@@ -292,7 +292,7 @@ fn pick(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
 }
 
 /// The lowest id among the greatest logits of each row, or `vocab_size` for a row with a NaN or
-/// +inf. candle's own `argmax` does not say which of equal values it takes.
+/// +inf, or of nothing but -inf. candle's own `argmax` does not say which of equal values it takes.
 fn argmax_on_device(logits: &Tensor) -> Result<Vec<u32>> {
     let (rows, vocab_size) = logits.dims2()?;
     let (shape, device) = ((rows, vocab_size), logits.device());
@@ -304,7 +304,7 @@ fn argmax_on_device(logits: &Tensor) -> Result<Vec<u32>> {
         .where_cond(&ids, &none.broadcast_as(shape)?)?
         .min(D::Minus1)?;
     let bad = (logits.ne(logits)?.to_dtype(DType::F32)?.max(D::Minus1)?
-        + greatest.squeeze(1)?.eq(f32::INFINITY)?.to_dtype(DType::F32)?)?;
+        + greatest.squeeze(1)?.abs()?.eq(f32::INFINITY)?.to_dtype(DType::F32)?)?;
     Ok(bad.gt(0f32)?.where_cond(&none.broadcast_as(rows)?, &lowest)?.to_vec1()?)
 }
 
@@ -321,9 +321,9 @@ mod tests {
         let rows = [
             [1.0, 3.0, 3.0, 2.0],
             [-inf, -4.0, -4.0, -5.0],
-            [-inf; 4],
             [0.0, -0.0, -1.0, 0.0],
             [7.0, 7.0, 7.0, 7.5],
+            [-inf; 4],
             [1.0, nan, 2.0, 0.0],
             [nan; 4],
             [1.0, inf, 2.0, inf],
@@ -338,9 +338,9 @@ mod tests {
             assert_eq!(found, expected, "{row:?}");
         }
         assert!(pick(&logits, &mut Picks::new(&mut Vec::new())).is_err());
-        let good = logits.narrow(0, 0, 5).unwrap();
+        let good = logits.narrow(0, 0, 4).unwrap();
         let mut ids = Vec::new();
         pick(&good, &mut Picks::new(&mut ids)).unwrap();
-        assert_eq!(ids, [1, 1, 0, 0, 3]);
+        assert_eq!(ids, [1, 1, 0, 3]);
     }
 }

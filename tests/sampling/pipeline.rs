@@ -1,7 +1,7 @@
 //! The pipeline against an obvious twin, and what its settings do.
 
 use ddtree::{
-    Algorithm, Capabilities, Config, Error, Plan, Request, Sampling, Session, sample::gumbel,
+    Algorithm, Capabilities, Config, Error, Picks, Plan, Request, Sampling, Session, sample::gumbel,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -160,6 +160,8 @@ fn extreme_rows() {
         assert!(error.to_string().contains(&format!("logits[{at}]")), "{error}");
     }
     let nothing = [f32::NEG_INFINITY; 3];
+    let error = Picks::new(&mut Vec::new()).push_logits(&nothing).unwrap_err();
+    assert!(matches!(error, Error::NoToken { slot: 0 }), "{error}");
     assert_eq!(pick(&nothing, &[0], warm()), Err(Error::NoToken { slot: 0 }));
     let forbid: Vec<_> = (0..3).map(|token| (token, f32::NEG_INFINITY)).collect();
     let error = pick(&[1.0, 2.0, 3.0], &[0], Sampling::new().logit_bias(&forbid)).unwrap_err();

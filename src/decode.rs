@@ -168,6 +168,8 @@ pub struct Decoder<E: Engine> {
     unobserved: Vec<(std::ops::Range<usize>, FeaturesOf<E>)>,
     // Whether the engine's caches belong to the session's request.
     ready: bool,
+    // Whether the verifier has rows of a prefill whose pick was refused.
+    ahead: bool,
     cached_prefix: usize,
 }
 
@@ -202,6 +204,7 @@ impl<E: Engine> Decoder<E> {
             session: Session::new(plan),
             unobserved: Vec::with_capacity(1),
             ready: false,
+            ahead: false,
             cached_prefix: 0,
         })
     }
@@ -290,14 +293,17 @@ impl<E: Engine> Decoder<E> {
         loop {
             match self.session.need() {
                 Need::Prefill => {
-                    self.make_ready()?;
                     let start = self.session.committed_len();
+                    self.make_ready(start)?;
                     let (prefill, mut picks) = self.session.prefill()?;
                     let verifier = self.engine.verifier_mut();
                     let features = verifier
                         .prefill(&prefill, &mut picks)
                         .map_err(|source| verifier_failed(Stage::Prefill, source))?;
-                    self.session.prefilled()?;
+                    if let Err(error) = self.session.prefilled() {
+                        self.ahead = true;
+                        return Err(error.into());
+                    }
                     self.keep(start, features);
                     return Ok(true);
                 }
@@ -335,12 +341,16 @@ impl<E: Engine> Decoder<E> {
         }
     }
 
-    /// Resets the models, once per request.
-    fn make_ready(&mut self) -> Result<(), ErrorOf<E>> {
+    /// Resets the models, once per request, and the verifier to its `start` rows after a prefill
+    /// that was refused.
+    fn make_ready(&mut self, start: usize) -> Result<(), ErrorOf<E>> {
+        if !self.ready || self.ahead {
+            let verifier = self.engine.verifier_mut();
+            verifier.reset(start).map_err(|source| verifier_failed(Stage::Prefill, source))?;
+            self.ahead = false;
+        }
         if !self.ready {
             let keep = self.cached_prefix;
-            let verifier = self.engine.verifier_mut();
-            verifier.reset(keep).map_err(|source| verifier_failed(Stage::Prefill, source))?;
             let drafter = self.engine.drafter_mut();
             drafter.reset(keep).map_err(|source| drafter_failed(Stage::Prefill, source))?;
             self.ready = true;

@@ -215,6 +215,8 @@ fn picks_of_the_wrong_length_are_refused() {
 struct Miscounting {
     target: Target,
     extra: bool,
+    /// Whether it does so in a prefill, after so many others.
+    after_prefills: Option<usize>,
     done: bool,
 }
 
@@ -235,11 +237,20 @@ impl Verifier for Miscounting {
         prefill: &Prefill<'_>,
         picks: &mut Picks<'_>,
     ) -> Result<Vec<Row>, Self::Error> {
+        let left = self.after_prefills.as_mut().filter(|_| !self.done);
+        if let Some(left) = left
+            && left.checked_sub(1).map(|now| *left = now).is_none()
+        {
+            self.done = true;
+            let rows = self.target.prefill(prefill, &mut Picks::new(&mut Vec::new()))?;
+            picks.extend(if self.extra { &[1, 2] } else { &[] });
+            return Ok(rows);
+        }
         self.target.prefill(prefill, picks)
     }
 
     fn verify(&mut self, round: &Round<'_>, picks: &mut Picks<'_>) -> Result<(), Self::Error> {
-        if self.done {
+        if self.done || self.after_prefills.is_some() {
             return self.target.verify(round, picks);
         }
         self.done = true;
@@ -258,7 +269,8 @@ impl Verifier for Miscounting {
 #[test]
 fn a_verifier_that_miscounts_once_loses_its_round_only() {
     for extra in [false, true] {
-        let verifier = Miscounting { target: Target::new(50), extra, done: false };
+        let target = Target::new(50);
+        let verifier = Miscounting { target, extra, after_prefills: None, done: false };
         let config = Config::new(Algorithm::Tree).budget(9);
         let mut decoder = Decoder::new((verifier, Guesser::new(3, 50)), &config).unwrap();
         decoder.start(&Request::new(&[1]).max_new_tokens(20)).unwrap();
@@ -267,6 +279,30 @@ fn a_verifier_that_miscounts_once_loses_its_round_only() {
         assert!(matches!(error, DecodeError::Refused(Error::Length { field: "picks", .. })));
         while decoder.step().unwrap().is_some() {}
         assert_eq!(decoder.session().generated(), plain(&[1], 20, &[], 50).0);
+    }
+}
+
+/// The rows of the prompt are in its cache by then.
+#[test]
+fn a_verifier_that_miscounts_after_the_prompt_starts_anew() {
+    for (extra, append) in [(false, false), (true, false), (false, true)] {
+        let (target, after_prefills) = (Target::new(50), Some(usize::from(append)));
+        let verifier = Miscounting { target, extra, after_prefills, done: false };
+        let config = Config::new(Algorithm::Tree).budget(9);
+        let mut decoder = Decoder::new((verifier, Guesser::new(3, 50)), &config).unwrap();
+        decoder.start(&Request::new(&[1, 2]).max_new_tokens(20)).unwrap();
+        let mut prompt = vec![1, 2];
+        if append {
+            prompt.extend(decoder.step().unwrap().unwrap());
+            decoder.append(&[7]).unwrap();
+            prompt.push(7);
+        }
+        let error = decoder.step().unwrap_err();
+        assert!(matches!(error, DecodeError::Refused(Error::Length { field: "picks", .. })));
+        let before = decoder.session().generated().len();
+        while decoder.step().unwrap().is_some() {}
+        let expected = plain(&prompt, 20 - before, &[], 50).0;
+        assert_eq!(decoder.session().generated()[before..], expected);
     }
 }
 

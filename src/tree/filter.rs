@@ -43,9 +43,13 @@ impl<'a, E: Expand, F: FnMut(&DraftTree, usize, u32) -> bool> Filter<'a, E, F> {
 }
 
 impl<E: Expand, F: FnMut(&DraftTree, usize, u32) -> bool> Expand for Filter<'_, E, F> {
-    fn child(&mut self, tree: &DraftTree, parent: usize, _rank: usize) -> Option<(u32, f32)> {
+    fn child(&mut self, tree: &DraftTree, parent: usize, rank: usize) -> Option<(u32, f32)> {
         if self.taken.len() <= parent {
             self.taken.resize(tree.len(), 0);
+        }
+        // Each tree asks for ranks from 0 on.
+        if rank == 0 {
+            self.taken[parent] = 0;
         }
         loop {
             let rank = self.taken[parent] as usize;
@@ -54,6 +58,26 @@ impl<E: Expand, F: FnMut(&DraftTree, usize, u32) -> bool> Expand for Filter<'_, 
             if (self.allows)(tree, parent, child.0) {
                 return Some(child);
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{BestFirst, Proposal, TreeSettings};
+
+    #[test]
+    fn a_filter_serves_one_tree_after_the_other() {
+        let mut proposal = Proposal::new();
+        proposal.push(&[7, 3, 5], &[-0.5, -1.0, -4.0]).unwrap();
+        let mut taken = Vec::new();
+        let mut children = Filter::new(&proposal, |_: &_, _, token| token != 7, &mut taken);
+        let settings = TreeSettings { budget: 1, ..TreeSettings::default() };
+        for _ in 0..3 {
+            let mut tree = DraftTree::new(2);
+            BestFirst::new().build_with(&mut children, settings, &mut tree).unwrap();
+            assert_eq!(tree.tokens(), [2, 3]);
         }
     }
 }

@@ -125,15 +125,16 @@ impl Toy {
     }
 
     fn hand_over(&self, hidden: &[u64], picks: &mut Picks<'_>, noise: f32) {
+        let vocab_size = self.capabilities.vocab_size as u64;
         for &hidden in hidden {
             if !self.logits {
-                picks.push((hidden % VOCAB) as u32);
+                picks.push((hidden % vocab_size) as u32);
                 continue;
             }
             let logit = |token| (mix(hidden, token) % 10_000) as f32 / 1_000.0;
             let noisy =
                 |token| logit(token) + noise * (mix(hidden, token + 99) % 100) as f32 / 100.0;
-            picks.push_logits(&(0..VOCAB).map(noisy).collect::<Vec<_>>()).unwrap();
+            picks.push_logits(&(0..vocab_size).map(noisy).collect::<Vec<_>>()).unwrap();
         }
     }
 
@@ -209,6 +210,9 @@ impl Verifier for Toy {
 
     fn verify(&mut self, round: &Round<'_>, picks: &mut Picks<'_>) -> Result<(), Injected> {
         let tree = round.tree();
+        if tree.len() > self.capabilities.max_slots {
+            return Err(Injected);
+        }
         self.rows.truncate(self.committed);
         self.states.clear();
         self.features.clear();
@@ -417,12 +421,13 @@ fn picks_note_the_lead_of_the_best_logit() {
     let (mut ids, mut leads) = (vec![9], vec![9.0]);
     let mut picks = Picks::with_leads(&mut ids, &mut leads);
     picks.push_logits(&[1.0, 3.5, 3.0]).unwrap();
-    picks.extend(&[4, 5]);
+    picks.push(4);
+    picks.skip();
     picks.push_logits(&[2.0, 2.0]).unwrap();
     picks.push_logits(&[f32::NEG_INFINITY, 1.0]).unwrap();
     picks.push_logits(&[7.0]).unwrap();
     assert!(picks.push_logits(&[f32::NAN]).is_err());
-    assert_eq!(ids, [1, 4, 5, 0, 1, 0]);
+    assert_eq!(ids, [1, 4, Picks::SKIPPED, 0, 1, 0]);
     assert_eq!((leads[0], leads[3]), (0.5, 0.0));
     assert!(leads[1].is_nan() && leads[2].is_nan());
     assert_eq!(leads[4..], [f32::INFINITY; 2]);
@@ -443,10 +448,20 @@ fn what_a_verifier_cannot_do_is_skipped_with_a_reason() {
         assert_eq!(verdict(&report, Check::CommitPrefix), &Verdict::Passed);
         assert_eq!(verdict(&report, Check::LongRun), &Verdict::Passed);
     }
-    let mut single = toy(Fault::None);
-    single.capabilities.max_slots = 1;
-    let report = run(&mut single);
-    assert!(report.passed(), "{report}");
+    for slots in 1..4 {
+        let mut few = toy(Fault::None);
+        few.capabilities.max_slots = slots;
+        let report = run(&mut few);
+        assert!(report.passed(), "{report}");
+    }
+    // As few tokens as slots.
+    for (vocab_size, seed) in (8..15).flat_map(|size| [(size, 1), (size, 2), (size, 3)]) {
+        let mut few = toy(Fault::None);
+        few.capabilities.vocab_size = vocab_size;
+        let report = Kit::new(&mut few).seed(seed).run();
+        assert!(report.passed(), "{vocab_size} tokens, seed {seed}: {report}");
+        assert_eq!(verdict(&report, Check::TreeEqualsPaths), &Verdict::Passed);
+    }
     let mut tiny = toy(Fault::None);
     tiny.capabilities.max_len = 30;
     let report = run(&mut tiny);
@@ -517,6 +532,7 @@ fn arrays_of_kernels() {
     };
     assert_eq!(failed(arrays::mask(&tree, 4, 2, right)), Ok(()));
     assert_eq!(failed(arrays::mask(&tree, 6, 2, right)), Ok(()));
+    assert_eq!(failed(arrays::mask(&tree, 3, 2, right)), Err(Check::Padding));
     let causal = |slot: usize, column: usize| column < 2 || column - 2 <= slot;
     assert_eq!(failed(arrays::mask(&tree, 4, 2, causal)), Err(Check::SiblingsDoNotSeeEachOther));
     let no_prefix = |slot: usize, column: usize| column >= 2 && right(slot, column);
@@ -573,7 +589,7 @@ fn names_and_causes_are_distinct() {
     names.sort_unstable();
     names.dedup();
     assert_eq!(names.len(), 2 * Check::ALL.len());
-    for (index, check) in Check::ALL.into_iter().enumerate() {
+    for (index, &check) in Check::ALL.iter().enumerate() {
         assert_eq!(check as usize, index);
     }
 }

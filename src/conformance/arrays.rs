@@ -43,7 +43,8 @@ pub fn positions<T: Into<i64>>(
 ///
 /// [`Check::SiblingsDoNotSeeEachOther`] with the first key that a slot of the tree
 /// sees and should not, or does not see and should; [`Check::Padding`] if a slot
-/// of the tree sees padding, or a padding slot sees nothing.
+/// of the tree sees padding, a padding slot sees nothing, or `width` is less than
+/// the tree.
 ///
 /// ```
 /// use ddtree::{AncestorMask, DraftTree, conformance::arrays, layout::bits};
@@ -62,6 +63,10 @@ pub fn mask(
     prefix: usize,
     sees: impl Fn(usize, usize) -> bool,
 ) -> Result<(), Failure> {
+    if width < tree.len() {
+        let expected = format!("at least {}, the slots of the tree", tree.len());
+        return differs(Check::Padding, "width".into(), expected, Some(width));
+    }
     for slot in 0..tree.len() {
         for column in 0..prefix + width {
             let key = column.checked_sub(prefix);

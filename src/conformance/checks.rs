@@ -208,8 +208,9 @@ fn token_zero<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), &'static st
     if lab.trees().is_ok() {
         shapes.extend([vec![-1, 0, 0, 1], vec![-1, 0, 1, 0, 3, 2]]);
     }
-    for parents in shapes {
-        for zero in 0..parents.len().min(lab.max_slots()) {
+    for mut parents in shapes {
+        parents.truncate(lab.max_slots());
+        for zero in 0..parents.len() {
             let context = lab.context();
             let mut tokens = lab.tree(&parents).tokens().to_vec();
             tokens[zero] = 0;

@@ -152,7 +152,8 @@ impl<'a, V: Verifier> Lab<'a, V> {
         let tolerance = self.kit.lead_tolerance;
         match (expected.lead, found.lead) {
             (Some(expected_lead), Some(found_lead)) if expected.token == found.token => {
-                (expected_lead - found_lead).abs() <= tolerance
+                // Equal ones may be infinite.
+                expected_lead == found_lead || (expected_lead - found_lead).abs() <= tolerance
             }
             _ => expected.token == found.token || self.is_near_tie(expected, found),
         }
@@ -216,9 +217,10 @@ impl<'a, V: Verifier> Lab<'a, V> {
         (0..len).map(|_| self.token(&[])).collect()
     }
 
-    /// Slots of the largest tree that checks use.
+    /// Slots of the largest tree that checks use. Its tokens are distinct and not 0, and there is one
+    /// more, to change one to.
     pub(super) fn max_slots(&self) -> usize {
-        12.min(self.capabilities.max_slots).min(self.capabilities.vocab_size - 1)
+        12.min(self.capabilities.max_slots).min(self.capabilities.vocab_size - 2)
     }
 
     /// A tree of the given parents and distinct tokens that are not 0.

@@ -1,6 +1,7 @@
 use crate::{
     AncestorMask, DraftTree, Error, MaskForm, PickRule, Picks, Prefill, Round, Sampling, Verifier,
-    sample::Sampler, verifier::PickContext,
+    sample::Sampler,
+    verifier::{PickContext, leads_to},
 };
 
 /// What [`check_picks`] finds.
@@ -19,7 +20,7 @@ pub enum PickFault<E: std::error::Error + 'static> {
         /// What was asked for.
         rule: PickRule,
     },
-    /// The engine did not hand over one pick per slot.
+    /// The engine did not hand over one pick per slot, or skipped one that others lead to.
     #[error("found {found} picks, accepted: exactly {accepted}")]
     Count {
         /// Picks handed over.
@@ -140,8 +141,14 @@ pub fn check_picks<V: Verifier>(
                 return Err(PickFault::Ids { rule });
             }
             let accepted = tree.map_or(1, DraftTree::len);
-            if ids.len() != accepted {
-                return Err(PickFault::Count { found: ids.len(), accepted });
+            // A pick that the others lead to is not to be skipped.
+            let skipped = |slot: usize| {
+                ids[slot] == Picks::SKIPPED
+                    && tree.is_none_or(|tree| leads_to(tree, &ids, &[], slot))
+            };
+            if ids.len() != accepted || (0..accepted).any(skipped) {
+                let found = ids.iter().filter(|&&id| id != Picks::SKIPPED).count();
+                return Err(PickFault::Count { found, accepted });
             }
             all.extend_from_slice(&ids);
             tokens.push(round.tree().tokens()[0]);

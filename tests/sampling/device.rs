@@ -41,6 +41,9 @@ fn conformance_finds_engines_that_ignore_settings() {
     let mut target = Target::new(Language::new(300), Hands::Ignorant);
     let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
     assert_eq!(fault, PickFault::Ids { rule: PickRule::Noise });
+    let mut target = Target::new(Language::new(300), Hands::Nothing);
+    let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
+    assert_eq!(fault, PickFault::Count { found: 0, accepted: 1 });
     // It claims to do what it does not.
     let mut target =
         Faulty { target: Target::new(Language::new(300), Hands::Ignorant), forgets_depths: false };

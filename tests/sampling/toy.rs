@@ -59,6 +59,8 @@ pub enum Hands {
     Device(PickRule),
     /// Token ids of the greatest logits, whatever is asked for.
     Ignorant,
+    /// No picks.
+    Nothing,
 }
 
 #[derive(Clone, Debug)]
@@ -96,6 +98,7 @@ impl Target {
                 };
                 picks.push(token);
             }
+            Hands::Nothing => picks.skip(),
             Hands::Ignorant => picks.push(top_k::argmax(&row).unwrap().0),
             _ => {
                 self.rows_handed += 1;

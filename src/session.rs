@@ -79,8 +79,9 @@ pub enum Finish {
 ///
 /// A session allocates when it is made and when a request starts. Rounds allocate
 /// for a proposal that is larger than any before, which usually means the first
-/// round alone, for tokens beyond the first million, and for a trace if one is
-/// kept; otherwise nothing.
+/// round alone, for tokens beyond the first million, for logits that top-p keeps
+/// more tokens of than of any before, and for a trace if one is kept; otherwise
+/// nothing.
 ///
 /// ```
 /// use ddtree::{Algorithm, Capabilities, Config, Need, Plan, Request, Session};
@@ -741,7 +742,10 @@ impl Session {
 
     /// Bytes held, used or not, without trace and statistics.
     pub fn memory_usage(&self) -> usize {
-        4 * (self.tokens.capacity() + self.picks.capacity() + self.stop_tokens.capacity())
+        4 * (self.tokens.capacity()
+            + self.picks.capacity()
+            + self.stop_tokens.capacity()
+            + self.filtered.capacity())
             + self.proposal.memory_usage()
             + self.tree.memory_usage()
             + self.shadow_tree.memory_usage()

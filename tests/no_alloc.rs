@@ -152,12 +152,42 @@ fn rounds_of_a_session_allocate_nothing_after_the_first() {
 fn nor_do_sampled_rounds() {
     let warm = || Sampling::new().temperature(0.6).seed(2);
     for sampling in [warm(), warm().top_k(5).top_p(0.9), warm().repetition_penalty(1.1)] {
-        for algorithm in Algorithm::ALL {
+        for &algorithm in Algorithm::ALL {
             let config = Config::new(algorithm).budget(64);
             let (_, later, accepted) = session_rounds(&config, &sampling);
             assert_eq!(later, 0, "{config:?} {sampling:?}");
             assert_eq!(accepted, algorithm.needs_drafter(), "{config:?} {sampling:?}");
         }
+    }
+}
+
+/// Every part of the vocabulary is looked into for a flat row, hardly any for a peaked one.
+#[test]
+fn nor_does_a_flat_row_after_peaked_ones() {
+    let mut peaked = vec![-20.0f32; 20_000];
+    peaked[7] = 20.0;
+    let flat = vec![0.0f32; 20_000];
+    for sampling in [Sampling::new().temperature(1.0), Sampling::new().temperature(1.0).min_p(0.05)]
+    {
+        let config = Config::new(Algorithm::Autoregressive);
+        let plan = Plan::resolve(&config, &Capabilities::new(flat.len(), 100), 0).unwrap();
+        let mut session = Session::new(plan);
+        session.start(&Request::new(&[1]).max_new_tokens(90).sampling(sampling)).unwrap();
+        let (_, mut picks) = session.prefill().unwrap();
+        picks.push_logits(&peaked).unwrap();
+        session.prefilled().unwrap();
+        let mut round = |row: &[f32]| {
+            if session.need() == Need::Proposal {
+                session.skip_proposal().unwrap();
+            }
+            let (_, mut picks) = session.verification().unwrap();
+            picks.push_logits(row).unwrap();
+            session.verified().unwrap();
+            session.commit().unwrap();
+            session.committed().unwrap();
+        };
+        (0..8).for_each(|_| round(&peaked));
+        assert_eq!(allocations(|| round(&flat)), 0);
     }
 }
 

@@ -66,6 +66,10 @@ impl Sampler {
         if self.rule() == PickRule::Pipeline {
             self.path.reserve(longest);
         }
+        if !self.settings.is_greedy() {
+            self.open.clear();
+            self.open.reserve(vocab_size.div_ceil(noise::CHUNK));
+        }
     }
 
     pub(crate) fn set_constraint(&mut self, constraint: Option<Box<dyn Constraint>>) {

@@ -43,6 +43,7 @@ pub struct Sampling {
     pub(crate) presence_penalty: f32,
     pub(crate) penalty_window: Option<usize>,
     pub(crate) penalize_prompt: bool,
+    #[cfg_attr(feature = "serde", serde(with = "bias"))]
     pub(crate) logit_bias: Vec<(u32, f32)>,
     pub(crate) seed: u64,
 }
@@ -231,6 +232,28 @@ impl Sampling {
             check("logit_bias", bias, bias < f32::INFINITY, "a finite number or -inf")?;
         }
         Ok(())
+    }
+}
+
+/// JSON has no number for -inf: it is written as nothing.
+#[cfg(feature = "serde")]
+mod bias {
+    use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+    pub(super) fn serialize<S: Serializer>(bias: &[(u32, f32)], to: S) -> Result<S::Ok, S::Error> {
+        let finite =
+            |&(token, bias): &(u32, f32)| (token, Some(bias).filter(|bias| bias.is_finite()));
+        bias.iter().map(finite).collect::<Vec<_>>().serialize(to)
+    }
+
+    pub(super) fn deserialize<'a, D: Deserializer<'a>>(
+        from: D,
+    ) -> Result<Vec<(u32, f32)>, D::Error> {
+        let bias = Vec::<(u32, Option<f32>)>::deserialize(from)?;
+        Ok(bias
+            .into_iter()
+            .map(|(token, bias)| (token, bias.unwrap_or(f32::NEG_INFINITY)))
+            .collect())
     }
 }
 

@@ -88,7 +88,7 @@ impl<F> Drafter<F> for Bigrams {
 
 pub fn main() -> Result<(), Box<dyn std::error::Error>> {
     let request = Request::new(&b"This".map(u32::from)).max_new_tokens(160);
-    for algorithm in Algorithm::ALL {
+    for &algorithm in Algorithm::ALL {
         let engine = (Reciter::default(), Bigrams(Vec::new()));
         let mut decoder = Decoder::new(engine, &Config::new(algorithm))?;
         let done = decoder.generate(&request, |_new_tokens| Continue(()))?;

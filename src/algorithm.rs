@@ -24,6 +24,7 @@
 #[non_exhaustive]
 pub enum Algorithm {
     /// One token per round, no draft.
+    #[cfg_attr(feature = "serde", serde(alias = "ar"))]
     Autoregressive,
     /// The drafter's best token at every depth, verified as one path (DFlash).
     Chain,
@@ -35,7 +36,7 @@ pub enum Algorithm {
 
 impl Algorithm {
     /// All algorithms, from the simplest on.
-    pub const ALL: [Self; 3] = [Self::Autoregressive, Self::Chain, Self::Tree];
+    pub const ALL: &'static [Self] = &[Self::Autoregressive, Self::Chain, Self::Tree];
 
     /// Whether a round asks a drafter for a proposal. A drafter that reads
     /// features of the target then has to observe every committed token.
@@ -74,10 +75,12 @@ impl std::fmt::Display for Algorithm {
 impl std::str::FromStr for Algorithm {
     type Err = crate::Error;
 
-    /// Reads the [`name`](Algorithm::name) of an algorithm.
+    /// Reads the [`name`](Algorithm::name) of an algorithm, or `autoregressive`.
     fn from_str(name: &str) -> Result<Self, Self::Err> {
+        let name = if name == "autoregressive" { "ar" } else { name };
         Self::ALL
-            .into_iter()
+            .iter()
+            .copied()
             .find(|algorithm| algorithm.name() == name)
             .ok_or_else(|| crate::Error::setting("algorithm", name, "ar, chain or tree"))
     }

@@ -47,7 +47,7 @@ pub enum Reason {
 
 impl Reason {
     /// All reasons.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: &'static [Self] = &[
         Self::CausalAttention,
         Self::NoHorizon,
         Self::ZeroBudget,

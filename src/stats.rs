@@ -26,7 +26,7 @@ pub enum Stage {
 
 impl Stage {
     /// All stages, in the order of a round.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: &'static [Self] = &[
         Self::Prefill,
         Self::Observe,
         Self::Propose,
@@ -138,7 +138,7 @@ impl RunStats {
 
     /// Rounds that were not what was asked for, by reason; none that are zero.
     pub fn reasons(&self) -> impl Iterator<Item = (Reason, u64)> + '_ {
-        let all = Reason::ALL.into_iter().zip(self.reasons);
+        let all = Reason::ALL.iter().copied().zip(self.reasons);
         all.filter(|&(_, rounds)| rounds > 0)
     }
 
@@ -200,7 +200,8 @@ pub struct RoundTrace {
     pub depths: Vec<u32>,
     /// Path log-probability of every slot under the drafter.
     pub scores: Vec<f64>,
-    /// The target's pick at every slot.
+    /// The target's pick at every slot; [`Picks::SKIPPED`](crate::Picks::SKIPPED) at one off the path
+    /// where every token is forbidden.
     pub picks: Vec<u32>,
     /// Slots that the picks lead through, root first: the whole walk, also
     /// where a stop token or the token limit cut what was committed.

@@ -118,7 +118,7 @@ where
     let stats = session.stats();
     let totals = Totals {
         time: wall.saturating_sub(stats.time(Stage::Prefill)),
-        stages: Stage::ALL.map(|stage| stats.time(stage)),
+        stages: std::array::from_fn(|index| stats.time(Stage::ALL[index])),
         rounds: stats.rounds,
         tokens: stats.tokens,
         nodes: stats.nodes,
@@ -173,8 +173,12 @@ impl Job {
         Ok(measured)
     }
 
+    pub fn seed_of(&self, prompt: usize) -> u64 {
+        self.seed.wrapping_add(prompt as u64)
+    }
+
     fn text(&self, pair: &mut dyn Pair, prompt: usize, arm: usize) -> Result<Sample> {
-        let (arm, seed) = (&self.arms[arm], self.seed + prompt as u64);
+        let (arm, seed) = (&self.arms[arm], self.seed_of(prompt));
         let request = Request::new(&self.prompts[prompt].ids)
             .max_new_tokens(self.max_new_tokens)
             .stop_tokens(&self.stop_tokens)

@@ -55,7 +55,7 @@ pub enum Check {
 
 impl Check {
     /// All checks, in order; those of arrays last.
-    pub const ALL: [Self; 24] = [
+    pub const ALL: &'static [Self] = &[
         Self::PrefillRepeats,
         Self::Reset,
         Self::PrefillSplit,

@@ -117,7 +117,7 @@ fn sessions_in_turn_do_not_disturb_one_another() {
 #[cfg(feature = "serde")]
 #[test]
 fn settings_figures_and_traces_survive_a_round_trip() {
-    use ddtree::{Reason, RoundTrace, Stage};
+    use ddtree::{Reason, RoundTrace, Sampling, Stage};
 
     let settings = config().block_size(4).top_k(3).log_prob_cutoff(-2.5).spine(true).trace(true);
     let text = serde_json::to_string(&settings).unwrap();
@@ -125,6 +125,11 @@ fn settings_figures_and_traces_survive_a_round_trip() {
     // What is not given is the default; what does not exist is refused.
     let given: Config = serde_json::from_str(r#"{"algorithm":"chain","shadow":true}"#).unwrap();
     assert_eq!(given, Config::new(Algorithm::Chain).shadow(true));
+    let named: Config = serde_json::from_str(r#"{"algorithm":"ar"}"#).unwrap();
+    assert_eq!(named, Config::new("autoregressive".parse().unwrap()));
+    let sampling = Sampling::new().logit_bias(&[(5, f32::NEG_INFINITY), (7, -1.5)]);
+    let text = serde_json::to_string(&sampling).unwrap();
+    assert_eq!(serde_json::from_str::<Sampling>(&text).unwrap(), sampling, "{text}");
     let error = serde_json::from_str::<Config>(r#"{"budgett":3}"#).unwrap_err();
     assert!(error.to_string().contains("budgett"), "{error}");
 
@@ -144,10 +149,10 @@ fn settings_figures_and_traces_survive_a_round_trip() {
         assert_eq!(read, kept);
     }
 
-    for reason in Reason::ALL {
+    for &reason in Reason::ALL {
         assert_eq!(serde_json::to_string(&reason).unwrap(), format!("\"{reason}\""));
     }
-    for stage in Stage::ALL {
+    for &stage in Stage::ALL {
         assert_eq!(serde_json::to_string(&stage).unwrap(), format!("\"{stage}\""));
     }
 }

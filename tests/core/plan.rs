@@ -24,7 +24,8 @@ fn rounds<D: Drafter<Vec<Row>>>(
     let (text, _) = decode(&mut decoder, &Request::new(&[2, 7, 1]).max_new_tokens(limit));
     assert_eq!(text, crate::toy::plain(&[2, 7, 1], text.len(), &[], usize::MAX).0);
     let stats = decoder.session().stats();
-    (Algorithm::ALL.map(|algorithm| stats.rounds_as(algorithm)), stats.reasons().collect())
+    let rounds = std::array::from_fn(|index| stats.rounds_as(Algorithm::ALL[index]));
+    (rounds, stats.reasons().collect())
 }
 
 /// Proposes the same lists whatever is asked.
@@ -126,7 +127,7 @@ proptest! {
 
     #[test]
     fn every_round_that_is_not_what_was_asked_for_has_a_reason(
-        algorithm in prop::sample::select(&Algorithm::ALL[..]),
+        algorithm in prop::sample::select(Algorithm::ALL),
         budget in 0usize..20,
         top_k in 1usize..5,
         horizon in 0usize..6,

@@ -31,11 +31,11 @@ fn assert_recount(session: &Session) {
         assert_eq!(counted, (accepted as u64, drafted as u64), "depth {depth}");
     }
     assert_eq!(stats.acceptance().count(), session.plan().horizon());
-    for algorithm in Algorithm::ALL {
+    for &algorithm in Algorithm::ALL {
         let rounds = trace.iter().filter(|round| round.stats.algorithm == algorithm).count();
         assert_eq!(stats.rounds_as(algorithm), rounds as u64);
     }
-    for reason in Reason::ALL {
+    for &reason in Reason::ALL {
         let rounds = trace.iter().filter(|round| round.stats.reason == Some(reason)).count() as u64;
         let counted = stats.reasons().find(|counted| counted.0 == reason);
         assert_eq!(counted, (rounds > 0).then_some((reason, rounds)));
@@ -65,7 +65,7 @@ proptest! {
         skill in 0u64..=100,
         limit in 2usize..60,
         budget in 0usize..40,
-        algorithm in prop::sample::select(&Algorithm::ALL[..]),
+        algorithm in prop::sample::select(Algorithm::ALL),
     ) {
         let config = Config::new(algorithm).budget(budget).trace(true);
         assert_recount(run(&config, horizon, skill, limit).session());
@@ -159,7 +159,7 @@ fn rounds_in_a_row_that_accept_nothing_are_counted() {
 fn every_stage_of_a_round_takes_time() {
     let decoder = run(&Config::new(Algorithm::Tree).budget(64), 6, 50, 200);
     let stats = decoder.session().stats();
-    for stage in Stage::ALL {
+    for &stage in Stage::ALL {
         assert!(!stats.time(stage).is_zero(), "{stage}");
     }
 }

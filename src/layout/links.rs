@@ -84,8 +84,8 @@ pub fn sequence_ids(tree: &DraftTree) -> usize {
 /// tree.
 ///
 /// Leaves are numbered from `first` on in slot order. `counts[i]` is how many
-/// ids slot `i` has (`n_seq_id`); `ids` holds them one slot after another,
-/// ascending. The committed prefix has to be part of every sequence. Engines
+/// ids slot `i` has (`n_seq_id`), none beyond the tree; `ids` holds them one slot
+/// after another, ascending, and what is behind them stays. The committed prefix has to be part of every sequence. Engines
 /// limit the number of sequences, for which [`leaves`] is there to ask.
 ///
 /// # Errors
@@ -118,15 +118,15 @@ pub fn write_sequences(
     room_in("counts", counts.len(), tree.len())?;
     room_in("ids", ids.len(), needed)?;
     let limit = i32::MAX as usize;
-    if first < 0 || first as usize + leaves > limit || needed > limit {
+    if first < 0 || first as usize + leaves - 1 > limit || needed > limit {
         let accepted = format_args!("0 to {limit}, less the {leaves} leaves of the tree");
         return Err(Error::setting("first", first, accepted));
     }
     // Until all ids are written, `counts[i]` is where those of slot `i` end. The
     // last leaf's id is written first, each time one place before the ids that
     // the slot has already, so that every end becomes a beginning.
+    counts.fill(0);
     let ends = &mut counts[..tree.len()];
-    ends.fill(0);
     for leaf in leaf_slots(tree) {
         tree.ancestors(leaf).for_each(|slot| ends[slot] += 1);
     }
@@ -135,12 +135,12 @@ pub fn write_sequences(
         end += *count;
         *count = end;
     }
-    let mut id = first + leaves as i32;
+    let mut number = leaves as i32;
     for leaf in leaf_slots(tree).rev() {
-        id -= 1;
+        number -= 1;
         for slot in tree.ancestors(leaf) {
             ends[slot] -= 1;
-            ids[ends[slot] as usize] = id;
+            ids[ends[slot] as usize] = first + number;
         }
     }
     // A slot has as many ids as lie between its beginning and the next one's.

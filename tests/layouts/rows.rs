@@ -126,13 +126,15 @@ fn sequences_of_leaves_give_every_slot_its_ancestors() {
 fn sequence_ids_that_do_not_fit_are_refused_unwritten() {
     let tree = DraftTree::from_parents(&[7, 4, 9], &[-1, 0, 0]).unwrap();
     let (mut counts, mut ids) = ([-7; 3], [-7; 4]);
-    for first in [-1, i32::MAX - 1] {
+    for first in [-1, i32::MAX] {
         let error = links::write_sequences(&tree, first, &mut counts, &mut ids).unwrap_err();
         assert!(matches!(error, Error::Setting { field: "first", .. }), "{error}");
     }
     assert!(links::write_sequences(&tree, 0, &mut counts[..2], &mut ids).is_err());
     assert!(links::write_sequences(&tree, 0, &mut counts, &mut ids[..3]).is_err());
     assert_eq!((counts, ids), ([-7; 3], [-7; 4]));
-    links::write_sequences(&tree, i32::MAX - 2, &mut counts, &mut ids).unwrap();
-    assert_eq!(ids, [i32::MAX - 2, i32::MAX - 1, i32::MAX - 2, i32::MAX - 1]);
+    let mut counts = [-7; 5];
+    links::write_sequences(&tree, i32::MAX - 1, &mut counts, &mut ids).unwrap();
+    assert_eq!(ids, [i32::MAX - 1, i32::MAX, i32::MAX - 1, i32::MAX]);
+    assert_eq!(counts, [2, 1, 1, 0, 0]);
 }

@@ -61,7 +61,7 @@ fn run(seed: u64) -> Engine {
             prompt.extend((0..rng.random_range(1..10)).map(|_| rng.random_range(0..model::VOCAB)));
             let count = rng.random_range(1..60);
             let cancel_after = rng.random_bool(0.2).then(|| rng.random_range(0..count));
-            let id = engine.submit(&prompt, count);
+            let id = engine.submit(&prompt, count).unwrap();
             let (text, finished, cancelled) = (Vec::new(), false, false);
             let request = Submitted { prompt, count, cancel_after, text, finished, cancelled };
             requests.insert(id, request);
@@ -107,11 +107,26 @@ fn concurrent_requests_get_the_text_that_they_get_alone() {
 }
 
 #[test]
+fn requests_that_could_never_run_are_refused() {
+    let limits = Limits { sequences: 2, nodes_per_sequence: 4, nodes: 8 };
+    let mut engine = Engine::new(Model::new(4), limits).unwrap();
+    assert!(engine.submit(&[], 4).is_err());
+    assert!(engine.submit(&[1, 2, 3], 200).is_err());
+    assert!(engine.is_idle());
+    engine.submit(&[1, 2, 3], 4).unwrap();
+    while !engine.is_idle() {
+        engine.tick().unwrap();
+    }
+    engine.drop_prefixes();
+    assert_eq!(engine.model.free_pages(), 4);
+}
+
+#[test]
 fn trees_pay_in_passes() {
     let mut engine =
         Engine::new(Model::new(PAGES), Limits { sequences: 1, nodes_per_sequence: 24, nodes: 24 })
             .unwrap();
-    engine.submit(&[1, 2, 3], 100);
+    engine.submit(&[1, 2, 3], 100).unwrap();
     while !engine.is_idle() {
         engine.tick().unwrap();
     }

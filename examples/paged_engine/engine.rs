@@ -60,6 +60,8 @@ pub struct Engine {
     plan: Plan,
     waiting: VecDeque<(u64, Vec<u32>, usize)>,
     running: Vec<Sequence>,
+    /// Pages that there are.
+    pages: usize,
     /// Full pages by the tokens of all rows up to their end.
     prefixes: HashMap<Vec<u32>, u32>,
     shared: SharedBudget,
@@ -71,6 +73,7 @@ impl Engine {
         let capabilities = Capabilities::new(VOCAB as usize, MAX_LEN);
         let config = Config::default().budget(limits.nodes_per_sequence).top_k(2);
         Ok(Self {
+            pages: model.free_pages(),
             model,
             counters: Counters::default(),
             plan: Plan::resolve(&config, &capabilities, HORIZON)?,
@@ -83,10 +86,27 @@ impl Engine {
         })
     }
 
-    pub fn submit(&mut self, prompt: &[u32], max_new_tokens: usize) -> u64 {
+    /// Queues a request, unless it is one that could never run.
+    pub fn submit(&mut self, prompt: &[u32], max_new_tokens: usize) -> Result<u64, Error> {
+        let request = Request::new(prompt).max_new_tokens(max_new_tokens);
+        Session::new(self.plan.clone()).start(&request)?;
+        let pages = self.pages_of(prompt, max_new_tokens);
+        if pages > self.pages {
+            return Err(Error::Setting {
+                field: "max_new_tokens",
+                found: format!("{max_new_tokens}, which takes {pages} pages"),
+                accepted: format!("what fits into {}", self.pages),
+            });
+        }
         self.next_id += 1;
         self.waiting.push_back((self.next_id, prompt.to_vec(), max_new_tokens));
-        self.next_id
+        Ok(self.next_id)
+    }
+
+    /// Pages for the whole of a request.
+    fn pages_of(&self, prompt: &[u32], max_new_tokens: usize) -> usize {
+        let rows = prompt.len().saturating_add(max_new_tokens).min(MAX_LEN);
+        (rows + self.plan.max_slots()).div_ceil(PAGE_SIZE)
     }
 
     /// A session can be dropped at any time; only its pages have to go back.
@@ -160,10 +180,10 @@ impl Engine {
     fn admit(&mut self) -> Result<(), Error> {
         while self.running.len() < self.limits.sequences {
             let Some((_, prompt, max_new_tokens)) = self.waiting.front() else { break };
-            let rows = (prompt.len() + max_new_tokens).min(MAX_LEN) + self.plan.max_slots();
+            let pages = self.pages_of(prompt, *max_new_tokens);
             let mut table = self.cached_pages(prompt);
             table.iter().for_each(|&page| self.model.share(page));
-            let missing = rows.div_ceil(PAGE_SIZE) - table.len();
+            let missing = pages - table.len();
             if self.model.free_pages() < missing {
                 self.drop_prefixes();
             }

@@ -21,7 +21,7 @@ pub fn main() -> Result<(), Box<dyn std::error::Error>> {
         Engine::new(model, Limits { sequences: 8, nodes_per_sequence: 15, nodes: 48 })?;
     for request in 0..16u32 {
         let prompt: Vec<u32> = (0..12).chain([20 + request]).collect();
-        engine.submit(&prompt, 40);
+        engine.submit(&prompt, 40)?;
     }
     let mut texts = vec![Vec::new(); 17];
     while !engine.is_idle() {

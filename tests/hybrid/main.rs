@@ -1,4 +1,5 @@
 //! Recurrent (hybrid) targets verify trees exactly.
+#![cfg(feature = "candle")]
 
 mod common;
 mod golden;

@@ -8,7 +8,7 @@
 use std::collections::HashMap;
 use std::time::Instant;
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, ensure};
 use candle_core::{DType, Device, Tensor};
 use clap::Parser;
 use ddtree::candle::{CandleTarget, DecoderConfig, DecoderModel, StateMethod, Weights};
@@ -70,6 +70,7 @@ impl Args {
 
 fn main() -> Result<()> {
     let args = Args::parse();
+    ensure!(args.rounds > 0, "--rounds: found 0, accepted: at least 1");
     println!(
         "| model | budget | method | verify, ms | commit, ms | round, ms | states, MiB | kept, MiB |"
     );
@@ -88,6 +89,11 @@ fn measure(name: &str, model: &DecoderModel, budget: usize, args: &Args) -> Resu
     let prompt: Vec<u32> = (2..66).collect();
     let warm_up = 3;
     let max_len = prompt.len() + (args.rounds + warm_up) * (args.accepted + 1) + budget + 1;
+    let positions = model.config().max_positions;
+    ensure!(
+        max_len <= positions,
+        "--rounds, --accepted and --budgets: found {max_len} rows, accepted: at most {positions}, the model's positions"
+    );
     let mut targets = Vec::new();
     for (method, _) in METHODS {
         let mut target = CandleTarget::new(model.clone(), max_len, &[])?.state_method(method);

@@ -70,7 +70,7 @@
 //!   for.
 //! * `hub`: for this crate's examples only.
 //!
-//! Without default features the crate is safe Rust with three small
+//! Without default features the crate is safe Rust with two small
 //! dependencies and no tensor type.
 //!
 //! # Sources

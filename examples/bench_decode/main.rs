@@ -20,7 +20,9 @@ mod report;
 #[path = "../common/sampling.rs"]
 mod sampling;
 
-use std::path::PathBuf;
+use std::fs::File;
+use std::io::Write;
+use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
@@ -114,13 +116,19 @@ fn main() -> Result<()> {
         args.max_new_tokens > 1,
         "--max-new-tokens: accepted: at least 2, as the first comes from the prompt"
     );
+    // Before anything is measured, so that nothing is in vain.
+    let unwritable = |path: &Path| format!("--json: cannot write {}", path.display());
+    let file = match &args.json {
+        None => None,
+        Some(path) => Some((path, File::create(path).with_context(|| unwritable(path))?)),
+    };
     let json = match &args.random {
         None => texts(&args)?,
         Some(shape) => random(shape, &args)?,
     };
-    if let Some(path) = &args.json {
+    if let Some((path, mut file)) = file {
         let json = serde_json::to_string_pretty(&json)?;
-        std::fs::write(path, json).with_context(|| format!("cannot write {}", path.display()))?;
+        file.write_all(json.as_bytes()).with_context(|| unwritable(path))?;
     }
     Ok(())
 }
@@ -149,11 +157,15 @@ fn random(_: &str, _: &Args) -> Result<Value> {
 /// Measures whole texts.
 fn texts(args: &Args) -> Result<Value> {
     let checkpoints = args.models.find(true, true)?;
-    let prompts = match &args.prompts {
+    let mut prompts = match &args.prompts {
         None => prompts::built_in(&checkpoints.text, args.chat)?,
         Some(path) => prompts::read(path, &checkpoints.text, args.chat)
             .with_context(|| format!("--prompts {}", path.display()))?,
     };
+    if args.sampling.temperature > 0.0 {
+        // References are greedy.
+        prompts.iter_mut().for_each(|prompt| prompt.expected = None);
+    }
     let (mut pair, stop_tokens, device, warm_up): (Box<dyn Pair>, _, _, _) =
         match args.device.device {
             Place::Cpu => {

@@ -102,7 +102,8 @@ impl<'a> Report<'a> {
         };
         let difference = |difference: &Difference| {
             json!({
-                "prompt": difference.prompt,
+                "prompt": difference.prompt % self.prompts(),
+                "seed": self.job.seed_of(difference.prompt),
                 "arm": self.rows[difference.arm].name,
                 "token": difference.token,
                 "top_2_gap": difference.gap,
@@ -197,10 +198,11 @@ impl fmt::Display for Report<'_> {
         let gaps = Spread::of(gaps.collect());
         writeln!(
             f,
-            "{} texts differ from those without a draft, first that of prompt {} with {} from token \
-             {} on.\nWhere a prompt's texts part, the two greatest logits are apart by {}.",
+            "{} texts differ from those without a draft, first that of prompt {} (seed {}) with {} from \
+             token {} on.\nWhere a prompt's texts part, the two greatest logits are apart by {}.",
             self.different,
-            first.prompt + 1,
+            first.prompt % self.prompts() + 1,
+            self.job.seed_of(first.prompt),
             self.rows[first.arm].name,
             first.token + 1,
             gaps.show(6)

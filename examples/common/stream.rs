@@ -4,7 +4,7 @@ use anyhow::{Result, anyhow};
 
 use crate::common::text::Text;
 
-/// A character takes at most four bytes, and a token holds at least one: text that still ends in a
+/// A character takes at most four bytes, and a token holds at least one: text that ends in the same
 /// replacement character after as many tokens is not waiting for the rest of one.
 const LONGEST_WAIT: usize = 4;
 
@@ -18,11 +18,13 @@ pub struct TextStream<'a> {
     tokens: Vec<u32>,
     /// Where the last piece given out begins and ends in `tokens`.
     last: std::ops::Range<usize>,
+    /// Bytes of complete characters that wait for the last one to be complete, and for how many tokens.
+    waiting: (usize, usize),
 }
 
 impl<'a> TextStream<'a> {
     pub fn new(text: &'a Text) -> Self {
-        Self { text, tokens: Vec::new(), last: 0..0 }
+        Self { text, tokens: Vec::new(), last: 0..0, waiting: (0, 0) }
     }
 
     /// The text that is certain with these tokens.
@@ -31,10 +33,15 @@ impl<'a> TextStream<'a> {
         for &token in tokens {
             self.tokens.push(token);
             let new = self.pending()?;
-            let waits = self.tokens.len() - self.last.end < LONGEST_WAIT;
-            if !(new.ends_with('\u{fffd}') && waits) {
+            let (complete, waited) = self.waiting;
+            let now = new.trim_end_matches('\u{fffd}').len();
+            // A token can end one character and begin another.
+            let waited = if now > complete { 1 } else { waited + 1 };
+            self.waiting = (now, waited);
+            if !new.ends_with('\u{fffd}') || waited >= LONGEST_WAIT {
                 certain.push_str(&new);
                 self.last = self.last.end..self.tokens.len();
+                self.waiting = (0, 0);
             }
         }
         Ok(certain)

@@ -119,7 +119,11 @@ impl Text {
         let name = |id: Option<u32>| {
             id.and_then(|id| tokens.get(id as usize)).cloned().unwrap_or_default()
         };
-        let adds_bos = matches!(get("tokenizer.ggml.add_bos_token"), Ok(Value::Bool(true)));
+        // Where the file does not say, llama.cpp decides by the way that text is cut up.
+        let adds_bos = match metadata.get("tokenizer.ggml.add_bos_token") {
+            None => pre == "llama-bpe",
+            Some(adds) => matches!(adds, Value::Bool(true)),
+        };
         let chat_template =
             get("tokenizer.chat_template").ok().map(|text| text.to_string().cloned());
         Ok(Self {

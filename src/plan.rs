@@ -1,7 +1,7 @@
 use std::fmt;
 
 use crate::{
-    Algorithm, Attention, Capabilities, Config, Error, MaskForm, Recurrence, TreeSettings,
+    Algorithm, Attention, Capabilities, Config, Error, MaskForm, PickRule, Recurrence, TreeSettings,
 };
 
 /// Entries per depth that coupled drafting asks for unless told otherwise. Noise lifts tokens from
@@ -277,8 +277,10 @@ impl Plan {
         &self.capabilities
     }
 
-    /// Entries per depth that a coupled round asks the drafter for.
-    pub(crate) fn candidates(&self) -> usize {
+    /// Entries per depth that a round asks the drafter for if drafts are coupled to noise or a
+    /// constraint holds; others ask for the `top_k` of [`tree`](Self::tree). The room that a
+    /// drafter needs is that of the larger.
+    pub fn candidates(&self) -> usize {
         self.candidates
     }
 
@@ -312,6 +314,11 @@ fn check_capabilities(capabilities: &Capabilities) -> Result<(), Error> {
         if found == 0 {
             return Err(Error::setting(field, found, "at least 1"));
         }
+    }
+    if capabilities.device_picks >= PickRule::Pipeline {
+        let accepted = format_args!("{} or {}", PickRule::Argmax, PickRule::Noise);
+        let found = capabilities.device_picks;
+        return Err(Error::setting("capabilities.device_picks", found, accepted));
     }
     Ok(())
 }
@@ -347,6 +354,11 @@ mod tests {
         assert_eq!(field(resolve(tree().shadow(true)).unwrap_err()), "shadow");
         let ar = Config::new(Algorithm::Autoregressive);
         assert_eq!(field(resolve(ar.shadow(true)).unwrap_err()), "shadow");
+        // Ids that honour penalties and constraints cannot be picked without knowing them.
+        let device_picks = PickRule::Pipeline;
+        let capabilities = Capabilities { device_picks, ..Capabilities::new(100, 1000) };
+        let error = Plan::resolve(&tree(), &capabilities, 7).unwrap_err();
+        assert_eq!(field(error), "capabilities.device_picks");
         for capabilities in [
             Capabilities::new(0, 10),
             Capabilities::new(10, 0),

@@ -26,8 +26,8 @@ pub struct Capabilities {
     pub mask: MaskForm,
     /// What its recurrent layers can do, if it has any.
     pub recurrence: Recurrence,
-    /// What the token ids that it hands over honour. For requests that need more it has to hand
-    /// over logits; token ids are refused then.
+    /// What the token ids that it hands over honour: [`PickRule::Argmax`] or [`PickRule::Noise`].
+    /// For requests that need more it has to hand over logits; token ids are refused then.
     pub device_picks: PickRule,
     /// Whether it can hand over logits. If not, requests that need more than
     /// [`device_picks`](Self::device_picks) are refused when they start.

@@ -466,6 +466,7 @@ fn what_a_verifier_cannot_do_is_skipped_with_a_reason() {
     tiny.capabilities.max_len = 30;
     let report = run(&mut tiny);
     assert!(report.outcomes().iter().all(|o| matches!(o.verdict, Verdict::Skipped(_))), "{report}");
+    assert!(!report.passed() && report.to_string().ends_with("nothing could be checked"));
     // Without closures, features and errors are not checked.
     let report = Kit::new(&mut toy(Fault::FeaturesBySlotOrder)).run();
     assert!(matches!(verdict(&report, Check::FeaturesByPath), Verdict::Skipped(_)), "{report}");

@@ -4,6 +4,7 @@ use super::Check;
 
 /// What a run of the kit found: one outcome per check, in order.
 #[derive(Clone, Debug, PartialEq)]
+#[must_use = "a report says whether checks failed"]
 pub struct Report {
     pub(super) outcomes: Vec<Outcome>,
 }
@@ -115,9 +116,13 @@ pub struct Failure {
 }
 
 impl Report {
-    /// Whether no check failed.
+    /// Whether no check failed, and any could be made.
     pub fn passed(&self) -> bool {
-        self.first_failure().is_none()
+        self.first_failure().is_none() && self.checked()
+    }
+
+    fn checked(&self) -> bool {
+        self.outcomes.iter().any(|outcome| outcome.verdict == Verdict::Passed)
     }
 
     /// The first check that failed: the one that names the fault.
@@ -145,6 +150,7 @@ impl fmt::Display for Report {
             writeln!(f, "{outcome}")?;
         }
         match self.first_failure() {
+            None if !self.checked() => f.write_str("nothing could be checked"),
             None => f.write_str("no check failed"),
             Some((check, _)) => {
                 write!(f, "first failure: {check}. Usual cause: {}", check.cause())

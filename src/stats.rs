@@ -96,6 +96,7 @@ pub struct ShadowStats {
 /// ```
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 #[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(default))]
 #[non_exhaustive]
 pub struct RunStats {
     /// Rounds, that is verifications that were committed.
@@ -110,8 +111,11 @@ pub struct RunStats {
     /// accepted. Above a few dozen something is broken: acceptance does not
     /// collapse on its own.
     pub zero_run: u64,
+    #[cfg_attr(feature = "serde", serde(with = "by_name::algorithm"))]
     rounds_by_algorithm: [u64; Algorithm::ALL.len()],
+    #[cfg_attr(feature = "serde", serde(with = "by_name::reason"))]
     reasons: [u64; Reason::ALL.len()],
+    #[cfg_attr(feature = "serde", serde(with = "by_name::stage"))]
     stages: [Duration; Stage::ALL.len()],
     // Index 0 is depth 1.
     drafted: Vec<u64>,
@@ -180,6 +184,49 @@ impl RunStats {
             self.zero_run += 1;
         }
     }
+}
+
+/// Figures as maps: what is added to an enum does not move the others.
+#[cfg(feature = "serde")]
+mod by_name {
+    use std::{collections::BTreeMap, time::Duration};
+
+    use serde::{Deserialize, Deserializer, Serializer, de::Error};
+
+    use super::{Algorithm, Reason, Stage};
+
+    macro_rules! by_name {
+        ($module:ident, $key:ty, $value:ty) => {
+            pub(super) mod $module {
+                use super::*;
+
+                const COUNT: usize = <$key>::ALL.len();
+
+                pub(in super::super) fn serialize<S: Serializer>(
+                    values: &[$value; COUNT],
+                    to: S,
+                ) -> Result<S::Ok, S::Error> {
+                    to.collect_map(<$key>::ALL.iter().map(|key| key.name()).zip(values))
+                }
+
+                pub(in super::super) fn deserialize<'a, D: Deserializer<'a>>(
+                    from: D,
+                ) -> Result<[$value; COUNT], D::Error> {
+                    let mut values = [<$value>::default(); COUNT];
+                    for (name, value) in BTreeMap::<String, $value>::deserialize(from)? {
+                        let index = <$key>::ALL.iter().position(|key| key.name() == name);
+                        let unknown = || D::Error::custom(format!("{name} is not known"));
+                        values[index.ok_or_else(unknown)?] = value;
+                    }
+                    Ok(values)
+                }
+            }
+        };
+    }
+
+    by_name!(algorithm, Algorithm, u64);
+    by_name!(reason, Reason, u64);
+    by_name!(stage, Stage, Duration);
 }
 
 /// Everything about one round, kept if [`Config::trace`](crate::Config::trace)

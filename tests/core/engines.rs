@@ -139,6 +139,12 @@ fn settings_figures_and_traces_survive_a_round_trip() {
     let text = serde_json::to_string(decoder.session().stats()).unwrap();
     let stats: RunStats = serde_json::from_str(&text).unwrap();
     assert_eq!(&stats, decoder.session().stats());
+    let json: serde_json::Value = serde_json::from_str(&text).unwrap();
+    assert_eq!(json["rounds_by_algorithm"]["tree"], stats.rounds_as(Algorithm::Tree));
+    // What came later is zero in older figures.
+    let older: RunStats = serde_json::from_str(r#"{"rounds":3,"reasons":{}}"#).unwrap();
+    assert_eq!((older.rounds, older.reasons().count()), (3, 0));
+    assert!(serde_json::from_str::<RunStats>(r#"{"reasons":{"tired":1}}"#).is_err());
     let text = serde_json::to_string(decoder.session().trace()).unwrap();
     let mut trace: Vec<RoundTrace> = serde_json::from_str(&text).unwrap();
     assert_eq!(trace.len(), decoder.session().trace().len());

@@ -211,7 +211,14 @@ fn bits_do_not_depend_on_the_number_of_threads() {
 }
 
 /// Decodes all prompts at once, with trees under a shared budget, and returns their texts.
-fn decode_together(model: &DecoderModel, prompts: &[Vec<u32>], count: usize) -> Vec<Vec<u32>> {
+///
+/// `texts` are what comes: most of the drafts have the right token among others.
+fn decode_together(
+    model: &DecoderModel,
+    prompts: &[Vec<u32>],
+    texts: &[Vec<u32>],
+    count: usize,
+) -> Vec<Vec<u32>> {
     let capabilities = Capabilities::new(model.config().vocab_size, 128);
     let config = Config::new(Algorithm::Tree).budget(12).top_k(4);
     let plan = Plan::resolve(&config, &capabilities, 4).unwrap();
@@ -228,13 +235,19 @@ fn decode_together(model: &DecoderModel, prompts: &[Vec<u32>], count: usize) -> 
     }
     let mut shared = SharedBudget::new();
     while sequences.iter().any(|(session, _)| session.need() != Need::Nothing) {
-        for (session, _) in &mut sequences {
+        for ((session, _), text) in sequences.iter_mut().zip(texts) {
             if session.need() == Need::Proposal {
+                let generated = session.generated().len();
                 let (request, proposal) = session.proposal().unwrap();
-                for _ in 0..request.horizon() {
-                    // The token that comes is among these now and then.
+                for depth in 0..request.horizon() {
                     let first = rng.random_range(0..capabilities.vocab_size as u32 - 4);
-                    let tokens = [first, first + 1, first + 2, first + 3];
+                    let mut tokens = [first, first + 1, first + 2, first + 3];
+                    if let Some(&right) = text.get(generated + depth)
+                        && !tokens.contains(&right)
+                        && rng.random_bool(0.8)
+                    {
+                        tokens[rng.random_range(0..3)] = right;
+                    }
                     proposal.push(&tokens, &[-0.5, -1.5, -2.0, -3.0]).unwrap();
                 }
                 session.proposed().unwrap();
@@ -263,6 +276,9 @@ fn decode_together(model: &DecoderModel, prompts: &[Vec<u32>], count: usize) -> 
             }
         }
     }
+    let stats = || sequences.iter().map(|(session, _)| session.stats());
+    let (tokens, rounds) = stats().fold((0, 0), |(t, r), s| (t + s.tokens, r + s.rounds));
+    assert!(tokens * 10 > rounds * 13, "hardly a draft was accepted: {tokens} in {rounds} rounds");
     sequences.iter().map(|(session, _)| session.generated().to_vec()).collect()
 }
 
@@ -275,14 +291,14 @@ fn texts_of_a_batch_are_those_of_plain_decoding() {
 
 fn check_texts(model: &DecoderModel) {
     let prompts = [vec![5, 9, 300], vec![17], (20..60).collect(), vec![1, 2, 3, 4, 5]];
-    let texts = decode_together(model, &prompts, 16);
-    for (prompt, text) in prompts.iter().zip(texts) {
+    let plain = prompts.each_ref().map(|prompt| {
         let target = CandleTarget::new(model.clone(), 128, &[]).unwrap();
         let mut decoder = ddtree::Decoder::autoregressive(target).unwrap();
         let request = Request::new(prompt).max_new_tokens(16);
         let plain = decoder.generate(&request, |_| std::ops::ControlFlow::Continue(())).unwrap();
-        assert_eq!(text, plain.tokens);
-    }
+        plain.tokens.to_vec()
+    });
+    assert_eq!(decode_together(model, &prompts, &plain, 16), plain);
 }
 
 #[test]

@@ -233,9 +233,10 @@ fn trees_of_nothing_but_token_zero_are_whole() {
 /// from the root down.
 #[test]
 fn sums_are_added_from_the_root_down_in_f64() {
-    let (a, b, c) = (-0.1f32, -0.7f32, -1.3f32);
+    let (a, b, c) = (-0.7f32, -7.7e-10f32, -1e-10f32);
     let proposal = proposal(&[vec![(1, a)], vec![(2, b)], vec![(3, c)]]);
     let tree = build(&proposal, TreeSettings::default());
-    let sum = f64::from(a) + f64::from(b);
-    assert_eq!(tree.scores()[1..], [f64::from(a), sum, sum + f64::from(c)]);
+    let [a, b, c] = [a, b, c].map(f64::from);
+    assert_eq!(tree.scores()[1..], [a, a + b, a + b + c]);
+    assert_ne!(a + b + c, a + (b + c), "the case is not provoked");
 }

@@ -105,7 +105,9 @@ impl ProposalRequest {
 /// ```
 ///
 /// Whatever a drafter proposes, the text is the target's; a bad drafter costs
-/// time.
+/// time. Ids have to be below the target's vocabulary size: a round with another
+/// one fails with [`Error::Token`](crate::Error::Token), and would again, unless it
+/// is taken [without a draft](crate::Decoder::step_plain).
 ///
 /// # Contract
 ///
@@ -119,7 +121,7 @@ impl ProposalRequest {
 /// use std::convert::Infallible;
 /// use ddtree::{Committed, Drafter, Proposal, ProposalRequest};
 ///
-/// /// Guesses that every token is followed by its successor.
+/// /// Guesses that every token is followed by its successor, modulo 100.
 /// struct Successor;
 ///
 /// impl<F> Drafter<F> for Successor {
@@ -143,7 +145,8 @@ impl ProposalRequest {
 ///         proposal: &mut Proposal,
 ///     ) -> Result<(), Infallible> {
 ///         for depth in 1..=request.horizon() as u32 {
-///             let _ = proposal.push(&[request.root() + depth], &[-0.1]);
+///             let token = (request.root() + depth) % 100;
+///             proposal.push(&[token], &[-0.1]).expect("one token, and a log-probability");
 ///         }
 ///         Ok(())
 ///     }

@@ -5,6 +5,29 @@
 //! The text is that of the target decoding alone, token for token; there are
 //! fewer passes.
 //!
+//! ```
+//! use ddtree::{Acceptance, AncestorMask, BestFirst, CommitPlan, DraftTree, Proposal, TreeSettings, walk};
+//!
+//! let mut proposal = Proposal::new(); // from the drafter: tokens and log-probabilities per depth
+//! proposal.push(&[464, 262], &[-0.3, -1.6])?;
+//! proposal.push(&[995, 3797], &[-0.9, -1.1])?;
+//!
+//! let mut tree = DraftTree::new(11); // the root
+//! BestFirst::new().build(&proposal, TreeSettings { budget: 4, ..Default::default() }, &mut tree)?;
+//! let mut mask = AncestorMask::new();
+//! mask.build(&tree); // hand tree.tokens(), positions and mask to the target ...
+//!
+//! let picks = [464, 3797, 0, 5, 0]; // ... which picks a token at every slot
+//! let mut outcome = Acceptance::new();
+//! walk(&tree, &picks, &mut outcome)?;
+//! assert_eq!(outcome.tokens(), [464, 3797, 5]);
+//!
+//! let mut plan = CommitPlan::new();
+//! plan.set(100, &outcome); // 100 rows were committed before
+//! assert_eq!(plan.slots(), [0, 1, 3]); // the KV rows to keep, in this order
+//! # Ok::<(), ddtree::Error>(())
+//! ```
+//!
 //! # Should I be using this crate?
 //!
 //! Yes, if you write or run an inference engine in which a forward pass over a

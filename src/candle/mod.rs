@@ -1,4 +1,30 @@
 //! The candle backend: a complete decoder and drafter behind the crate's traits.
+//!
+//! ```no_run
+//! use std::ops::ControlFlow;
+//!
+//! use candle_core::{DType, Device};
+//! use ddtree::candle::{CandleTarget, DecoderModel, dflash::DFlash};
+//! use ddtree::{Config, Decoder, Request};
+//!
+//! let model = DecoderModel::load("Qwen3-4B", DType::F32, &Device::Cpu)?;
+//! let drafter = DFlash::load("Qwen3-4B-DFlash-b16", &model)?;
+//! let stop_tokens = model.config().eos_token_ids.clone();
+//! let target = CandleTarget::new(model, 4_096, drafter.config().target_layer_ids())?;
+//! let mut decoder = Decoder::new((target, drafter), &Config::default().budget(16))?;
+//!
+//! let prompt = [785, 3974, 13876, 38835]; // from the model's tokenizer
+//! let request = Request::new(&prompt).max_new_tokens(128).stop_tokens(&stop_tokens);
+//! let text = decoder.generate(&request, |tokens| {
+//!     println!("{tokens:?}"); // those of one round
+//!     ControlFlow::Continue(())
+//! })?;
+//! println!("{} tokens, {:.2} a round", text.tokens.len(), text.stats.tau());
+//! # Ok::<(), Box<dyn std::error::Error>>(())
+//! ```
+//!
+//! Checkpoints are folders of Hugging Face or GGUF files; tokenizers are not part of this crate.
+//! `examples/generate.rs` is a program around this.
 
 mod attention;
 mod cache;

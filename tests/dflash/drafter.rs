@@ -63,6 +63,9 @@ fn a_reset_keeps_a_prefix_or_begins_anew() {
     assert!(observe(&mut drafter, &taps, 30, 5, 30).unwrap_err().contains("15"));
 
     Drafter::<Taps>::reset(&mut drafter, 12).unwrap();
+    // An observation beyond the target's positions leaves what was kept.
+    assert!(observe(&mut drafter, &taps, 30, 5, 1_000_000).is_err());
+    assert_eq!((drafter.context_len(), drafter.next_position()), (12, Some(12)));
     observe(&mut drafter, &taps, 30, 5, 30).unwrap();
     let mut expected = model.drafter();
     observe(&mut expected, &taps, 30, 5, 30).unwrap();

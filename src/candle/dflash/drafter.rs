@@ -31,9 +31,10 @@ impl Drafter<Taps> for DFlash {
         // an earlier session and has no taps: begin anew, as a context with a hole would be read as
         // one without.
         if self.may_skip && self.next_position().is_some_and(|next| committed.start() > next) {
-            self.truncate(self.start())?;
+            self.observe_anew(committed.start(), taps)?;
+        } else {
+            DFlash::observe(self, committed.start(), taps)?;
         }
-        DFlash::observe(self, committed.start(), taps)?;
         self.may_skip = false;
         Ok(())
     }

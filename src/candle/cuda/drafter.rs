@@ -227,6 +227,10 @@ impl Drafter<CudaTaps> for CudaDFlash {
 
     fn observe(&mut self, committed: &Committed<'_>, features: &CudaTaps) -> Result<()> {
         let tokens = committed.tokens().len();
+        if features.of.as_ref().is_some_and(|of| !Rc::ptr_eq(of, &self.shared)) {
+            let accepted = "those of the target that the drafter was made for";
+            return Err(Error::argument("features", "taps of another target", accepted));
+        }
         if features.rows() != tokens || features.width != self.config.feature_size() {
             let found = format!("[{}, {}]", features.rows(), features.width);
             let accepted = format!("[{tokens}, {}]", self.config.feature_size());
@@ -234,14 +238,17 @@ impl Drafter<CudaTaps> for CudaDFlash {
         }
         // What lies between the rows kept at a reset and the first token after it has no taps: begin anew, as a
         // context with a hole would be read as one without.
-        if self.may_skip && self.len > 0 && committed.start() > self.start + self.len {
-            self.len = 0;
+        let anew = self.may_skip && committed.start() > self.start + self.len;
+        if !anew {
+            self.check_position("start", committed.start())?;
         }
-        self.check_position("start", committed.start())?;
         let end = committed.start() + tokens;
         if end > self.shared.max_len {
             let accepted = format!("at most {}", self.shared.max_len);
             return Err(Error::argument("start", end, accepted));
+        }
+        if anew {
+            self.len = 0;
         }
         if self.len == 0 {
             self.start = committed.start();

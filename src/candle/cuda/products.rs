@@ -128,6 +128,7 @@ impl Gpu {
         let library = plan.ways.len();
         plan.ways.extend(Tiles::ways(self, &shape)?.into_iter().map(Way::Tiles));
         let mut timed = Vec::with_capacity(plan.ways.len());
+        let mut failed = None;
         for candidate in 0..plan.ways.len() {
             let work = || {
                 weights.iter().try_for_each(|&w| {
@@ -136,17 +137,19 @@ impl Gpu {
                 })
             };
             // Some ways turn out not to work.
-            if let Ok(time) = self.time_captured(&work) {
-                timed.push((time, candidate));
+            match self.time_captured(&work) {
+                Ok(time) => timed.push((time, candidate)),
+                Err(error) => failed = Some(error),
             }
+        }
+        if let (true, Some(error)) = (timed.is_empty(), failed) {
+            return Err(error);
         }
         timed.sort_by(|a, b| a.0.total_cmp(&b.0));
         let ours = timed.iter().filter(|(_, at)| *at >= library).take(KEPT_TILES);
         let librarys = timed.iter().filter(|(_, at)| *at < library).take(1);
         let kept: Vec<usize> = ours.chain(librarys).map(|&(_, at)| at).collect();
         let mut ways: Vec<_> = std::mem::take(&mut plan.ways).into_iter().map(Some).collect();
-        // If none works, whoever asks for the product is told so.
-        let kept = if kept.is_empty() { vec![0] } else { kept };
         plan.ways = kept.iter().filter_map(|&at| ways[at].take()).collect();
         plan.settled = plan.ways.len() < 2;
         products.plans.borrow_mut().insert(shape, plan);

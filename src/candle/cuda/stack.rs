@@ -433,8 +433,8 @@ impl PassInput {
     /// Writes a pass of `width` rows at cache row `prefix`; `rows` gives token and position of the real ones, and
     /// `sees(row, words)` the mask of a real row, in words that are zero before.
     ///
-    /// Rows that fill up the width hold token 0 at the position of the first row, and see themselves: their results
-    /// are finite and nobody reads them.
+    /// Rows that fill up the width hold the token of the first row at its position, and see themselves: their results
+    /// are finite if that row's are, and nobody reads them.
     pub(super) fn write(
         &mut self,
         gpu: &Gpu,
@@ -458,8 +458,9 @@ impl PassInput {
             tokens[row] = token;
             positions[row] = position;
         }
-        let first = positions[0];
-        positions[real..].fill(first);
+        let (token, position) = (tokens[0], positions[0]);
+        tokens[real..].fill(token);
+        positions[real..].fill(position);
         let mut words = [0u64; 4];
         let words = &mut words[..width.div_ceil(64)];
         for (row, out) in mask.chunks_exact_mut(2 * words.len()).enumerate() {

@@ -140,6 +140,8 @@ pub struct CudaTaps {
     pub(super) blocks: Vec<TapBlock>,
     /// Elements of a row.
     pub(super) width: usize,
+    /// Whose they are, if there are any.
+    pub(super) of: Option<Rc<Shared>>,
 }
 
 #[derive(Debug)]
@@ -359,8 +361,12 @@ impl CudaTarget {
         let device = picks.rule() <= DEVICE_PICKS;
         for row in rows {
             if device {
-                let token = Argmax::token(self.packed.as_slice()[row]);
-                picks.push(token.ok_or(Error::NonFiniteLogits { row })?);
+                match Argmax::token(self.packed.as_slice()[row]) {
+                    Some(token) => picks.push(token),
+                    None if picks.wanted() => return Err(Error::NonFiniteLogits { row }),
+                    // As on the host: a draft that nobody takes does no harm.
+                    None => picks.skip(),
+                }
             } else if picks.wanted() {
                 picks.push_logits(&self.logits(row)?)?;
             } else {
@@ -374,17 +380,24 @@ impl CudaTarget {
     fn take_taps(&self, slots: &[u32]) -> Result<CudaTaps> {
         let width = self.taps.len() * self.shared.hidden;
         if self.taps.is_empty() {
-            return Ok(CudaTaps { blocks: Vec::new(), width });
+            return Ok(CudaTaps { blocks: Vec::new(), width, of: None });
         }
         let (gpu, row_bytes) = (&self.stack.gpu, width * self.stack.dtype().size_in_bytes());
-        let pooled = self.pool.borrow_mut().pop();
+        // The smallest that does: many may be held at the same time, of a row each.
+        let bytes = padded(slots.len()) * row_bytes;
+        let pooled = {
+            let mut pool = self.pool.borrow_mut();
+            let suffices = (0..pool.len()).filter(|&at| pool[at].bytes() >= bytes);
+            suffices.min_by_key(|&at| pool[at].bytes()).map(|at| pool.swap_remove(at))
+        };
         let buffer = match pooled {
             Some(buffer) => buffer,
-            None => gpu.allocate(self.max_width() * row_bytes)?,
+            None => gpu.allocate(bytes)?,
         };
         self.stack.kernels.gather(gpu, &self.tap_rows, &buffer, row_bytes, &Path::new(slots))?;
         let (rows, pool) = (slots.len(), self.pool.clone());
-        Ok(CudaTaps { blocks: vec![TapBlock { rows, buffer: Some(buffer), pool }], width })
+        let blocks = vec![TapBlock { rows, buffer: Some(buffer), pool }];
+        Ok(CudaTaps { blocks, width, of: Some(self.shared.clone()) })
     }
 
     fn check_start(&self, start: usize, rows: usize) -> Result<()> {
@@ -454,7 +467,8 @@ impl Verifier for CudaTarget {
         let (start, tokens) = (prefill.start(), prefill.tokens());
         self.check_start(start, tokens.len())?;
         self.check_tokens(tokens)?;
-        let mut taps = CudaTaps { blocks: Vec::new(), width: self.taps.len() * self.shared.hidden };
+        let width = self.taps.len() * self.shared.hidden;
+        let mut taps = CudaTaps { blocks: Vec::new(), width, of: Some(self.shared.clone()) };
         let mut last = None;
         let mut at = start;
         for chunk in tokens.chunks(self.options.max_slots) {
@@ -482,6 +496,10 @@ impl Verifier for CudaTarget {
         if tree.len() > self.options.max_slots {
             let accepted = format!("at most {}", self.options.max_slots);
             return Err(Error::argument("slots", tree.len(), accepted));
+        }
+        if let Some(mask) = round.mask().filter(|mask| mask.slots() != tree.len()) {
+            let found = format!("{} slots", mask.slots());
+            return Err(Error::argument("mask", found, format!("{}, the tree's", tree.len())));
         }
         let width = padded(tree.len());
         let rows = tree.tokens().iter().zip(round.positions());

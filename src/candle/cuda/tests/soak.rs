@@ -40,7 +40,7 @@ impl Sequence {
 
     /// Captures the graphs of all widths.
     fn warm_up(&mut self) {
-        self.begin(&[5; 300]);
+        self.begin(&[5; 600]);
         for slots in 1..=CudaOptions::default().max_slots {
             self.begin(&vec![5; slots]);
         }

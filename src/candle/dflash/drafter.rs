@@ -30,11 +30,9 @@ impl Drafter<Taps> for DFlash {
         // What lies between the rows kept at a reset and the first token after it was committed in
         // an earlier session and has no taps: begin anew, as a context with a hole would be read as
         // one without.
-        if self.may_skip && self.next_position().is_some_and(|next| committed.start() > next) {
-            self.observe_anew(committed.start(), taps)?;
-        } else {
-            DFlash::observe(self, committed.start(), taps)?;
-        }
+        let start = committed.start();
+        let anew = self.may_skip && self.next_position().is_some_and(|next| start > next);
+        self.observe_from(start, taps, anew)?;
         self.may_skip = false;
         Ok(())
     }

@@ -255,9 +255,26 @@ impl DFlash {
     /// Another shape; a `start` that does not continue the context or is beyond the target's
     /// positions; an error from candle. The context is as before then.
     pub fn observe(&mut self, start: usize, taps: &Tensor) -> Result<()> {
-        let rows = self.check_taps(taps)?;
-        self.check_position("start", start)?;
+        self.observe_from(start, taps, false)
+    }
+
+    /// As [`observe`](Self::observe); `anew` with an empty context, which stays if this is refused.
+    pub(super) fn observe_from(&mut self, start: usize, taps: &Tensor, anew: bool) -> Result<()> {
+        let width = self.config.feature_size();
+        let rows = match *taps.dims() {
+            [rows, found] if rows > 0 && found == width => rows,
+            _ => {
+                let accepted = format!("[at least one token, {width}]");
+                return Err(Error::argument("taps", format!("{:?}", taps.dims()), accepted));
+            }
+        };
+        if !anew {
+            self.check_position("start", start)?;
+        }
         let rotation = self.rotation("start", start, rows)?;
+        if anew {
+            self.truncate(self.start)?;
+        }
         let len = self.context.len();
         self.context.reserve(len + rows)?;
 
@@ -272,25 +289,6 @@ impl DFlash {
             self.start = start;
         }
         Ok(())
-    }
-
-    /// As [`observe`](Self::observe), with an empty context. If that fails, the context is as before.
-    pub(super) fn observe_anew(&mut self, start: usize, taps: &Tensor) -> Result<()> {
-        let rows = self.check_taps(taps)?;
-        self.rotation("start", start, rows)?;
-        self.truncate(self.start)?;
-        self.observe(start, taps)
-    }
-
-    fn check_taps(&self, taps: &Tensor) -> Result<usize> {
-        let width = self.config.feature_size();
-        match *taps.dims() {
-            [rows, found] if rows > 0 && found == width => Ok(rows),
-            _ => {
-                let accepted = format!("[at least one token, {width}]");
-                Err(Error::argument("taps", format!("{:?}", taps.dims()), accepted))
-            }
-        }
     }
 
     /// f32 logits of the `horizon` tokens after `root`, which is at `position`: `[horizon,

@@ -528,14 +528,10 @@ fn rope_config(
                 None => max_positions as f64 / original as f64,
             };
             reach = reach.max((original as f64 * factor) as u32 as usize);
-            let beta = |key, default| match rope.value(key) {
-                None => Ok(default),
-                Some(_) => rope.positive_f64(key),
-            };
             let scaling = RopeScaling::Yarn {
                 factor,
-                beta_fast: beta("beta_fast", 32.0)?,
-                beta_slow: beta("beta_slow", 1.0)?,
+                beta_fast: rope.opt_positive_f64("beta_fast")?.unwrap_or(32.0),
+                beta_slow: rope.opt_positive_f64("beta_slow")?.unwrap_or(1.0),
                 original_max_position: original,
                 attention_factor: yarn_attention_factor(&rope, factor)?,
                 truncate: rope.bool("truncate", true)?,
@@ -561,9 +557,6 @@ fn rope_config(
 
 const ROPE_TYPES: &str = "default, linear, dynamic, llama3, yarn";
 const COMMON_ROPE_KEYS: &[&str] = &["rope_type", "type", "rope_theta", "partial_rotary_factor"];
-/// Sizes that are multiplied with each other; real ones are far below this.
-const FACTORS: &str = "a positive whole number up to 65536";
-
 /// How frequencies are shared between time, height and width; all three are the same for text.
 const MROPE_KEYS: &[&str] = &["mrope_section", "mrope_interleaved"];
 const YARN_KEYS: &[&str] = &[
@@ -580,8 +573,8 @@ const YARN_KEYS: &[&str] = &[
 /// The factor given, else the one that the paper derives from the interpolation factor, with the
 /// two `mscale` weights where both are given.
 fn yarn_attention_factor(rope: &Fields<'_>, factor: f64) -> Result<f64> {
-    if rope.value("attention_factor").is_some() {
-        return rope.positive_f64("attention_factor");
+    if let Some(factor) = rope.opt_positive_f64("attention_factor")? {
+        return Ok(factor);
     }
     let derived = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
     let (mscale, all_dim) = (rope.opt_f64("mscale")?, rope.opt_f64("mscale_all_dim")?);
@@ -660,21 +653,25 @@ impl<'a> Fields<'a> {
         self.typed(key, "a whole number", |v| usize::try_from(v.as_u64()?).ok())
     }
 
+    const FACTORS: &'static str = "a positive whole number up to 65536";
+
     pub(crate) fn opt_positive(&self, key: &str) -> Result<Option<usize>> {
-        self.typed(key, "a positive whole number", |v| {
-            v.as_u64().filter(|n| (1..=u64::from(u32::MAX)).contains(n)).map(|n| n as usize)
-        })
+        self.opt_up_to(key, u32::MAX, "a positive whole number")
     }
 
-    /// As [`FACTORS`] says.
+    /// A size that others are multiplied with, several at a time; real ones are far below the limit.
     fn opt_factor(&self, key: &str) -> Result<Option<usize>> {
-        self.typed(key, FACTORS, |v| {
-            v.as_u64().filter(|n| (1..=1 << 16).contains(n)).map(|n| n as usize)
-        })
+        self.opt_up_to(key, 1 << 16, Self::FACTORS)
     }
 
     fn factor(&self, key: &str) -> Result<usize> {
-        self.required(key, FACTORS, self.opt_factor(key)?)
+        self.required(key, Self::FACTORS, self.opt_factor(key)?)
+    }
+
+    fn opt_up_to(&self, key: &str, most: u32, accepted: &str) -> Result<Option<usize>> {
+        self.typed(key, accepted, |v| {
+            v.as_u64().filter(|n| (1..=u64::from(most)).contains(n)).map(|n| n as usize)
+        })
     }
 
     pub(crate) fn positive(&self, key: &str) -> Result<usize> {
@@ -685,9 +682,12 @@ impl<'a> Fields<'a> {
         self.typed(key, "a number", Value::as_f64)
     }
 
+    fn opt_positive_f64(&self, key: &str) -> Result<Option<f64>> {
+        self.typed(key, "a positive number", |v| v.as_f64().filter(|v| *v > 0.0))
+    }
+
     pub(crate) fn positive_f64(&self, key: &str) -> Result<f64> {
-        let found = self.typed(key, "a positive number", |v| v.as_f64().filter(|v| *v > 0.0))?;
-        self.required(key, "a positive number", found)
+        self.required(key, "a positive number", self.opt_positive_f64(key)?)
     }
 
     /// One token id or a list of them.

@@ -236,13 +236,13 @@ impl Gguf {
                 let factor = scaled()?;
                 let original = self.opt_positive("rope.scaling.original_context_length")?;
                 let original = original.unwrap_or(context);
+                let beta_fast = self.opt_positive_f64("rope.scaling.yarn_beta_fast")?;
+                let beta_slow = self.opt_positive_f64("rope.scaling.yarn_beta_slow")?;
                 let derived = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
-                let beta =
-                    |key, default| Ok::<_, Error>(self.opt_positive_f64(key)?.unwrap_or(default));
                 let scaling = RopeScaling::Yarn {
                     factor,
-                    beta_fast: beta("rope.scaling.yarn_beta_fast", 32.0)?,
-                    beta_slow: beta("rope.scaling.yarn_beta_slow", 1.0)?,
+                    beta_fast: beta_fast.unwrap_or(32.0),
+                    beta_slow: beta_slow.unwrap_or(1.0),
                     original_max_position: original,
                     attention_factor: derived * attention,
                     truncate: true,

@@ -328,30 +328,29 @@ impl<'a> Picks<'a> {
     pub fn push_logits(&mut self, logits: &[f32]) -> Result<(), Error> {
         let wanted = self.wanted();
         let slot = self.ids.len();
-        let token = match &mut self.context {
-            _ if !wanted => Self::SKIPPED,
+        let picked = match &mut self.context {
+            _ if !wanted => Ok(Self::SKIPPED),
             Some(context) if context.sampler.rule() > PickRule::Argmax => {
                 let node = context.tree.filter(|tree| slot < tree.len()).map(|tree| (tree, slot));
-                match context.sampler.pick(logits, context.tokens, node) {
-                    // Off the path it is no error that nothing is left: an illegal draft leads
-                    // there.
-                    Err(Error::NoToken { .. }) if !self.reaches(slot) => Self::SKIPPED,
-                    picked => picked?,
-                }
+                context.sampler.pick(logits, context.tokens, node)
             }
             _ => match top_k::argmax(logits) {
-                Ok((_, f32::NEG_INFINITY)) if self.reaches(slot) => {
-                    return Err(Error::NoToken { slot });
-                }
-                Ok((_, f32::NEG_INFINITY)) => Self::SKIPPED,
-                found => found.map_err(|source| Error::Logits { row: slot, source })?.0,
+                Ok((_, f32::NEG_INFINITY)) => Err(Error::NoToken { slot }),
+                Ok((token, _)) => Ok(token),
+                Err(source) => Err(Error::Logits { row: slot, source }),
             },
         };
+        let token = match picked {
+            // Off the path it is no error that nothing is left: an illegal draft leads there.
+            Err(Error::NoToken { .. }) if !self.reaches(slot) => Self::SKIPPED,
+            picked => picked?,
+        };
         self.ids.push(token);
+        // Leads are noted without a context, where every slot is reached.
         if let Some(leads) = &mut self.leads {
-            let best = logits.get(token as usize).copied().unwrap_or(f32::NAN);
-            let others = logits.iter().enumerate().filter(|(id, _)| *id != token as usize);
-            leads.push(best - others.map(|(_, &logit)| logit).fold(f32::NEG_INFINITY, f32::max));
+            let (before, after) = logits.split_at(token as usize);
+            let (best, others) = (after[0], before.iter().chain(&after[1..]));
+            leads.push(best - others.copied().fold(f32::NEG_INFINITY, f32::max));
         }
         Ok(())
     }

@@ -170,7 +170,6 @@ pub struct Decoder<E: Engine> {
     ready: bool,
     // Whether the verifier has rows of a prefill whose pick was refused.
     ahead: bool,
-    cached_prefix: usize,
 }
 
 impl<E: Engine> std::fmt::Debug for Decoder<E> {
@@ -205,7 +204,6 @@ impl<E: Engine> Decoder<E> {
             unobserved: Vec::with_capacity(1),
             ready: false,
             ahead: false,
-            cached_prefix: 0,
         })
     }
 
@@ -227,7 +225,6 @@ impl<E: Engine> Decoder<E> {
         self.session.start(request)?;
         self.unobserved.clear();
         self.ready = false;
-        self.cached_prefix = request.cached_prefix;
         Ok(())
     }
 
@@ -341,8 +338,8 @@ impl<E: Engine> Decoder<E> {
         }
     }
 
-    /// Resets the models, once per request, and the verifier to its `start` rows after a prefill
-    /// that was refused.
+    /// Resets the models to the `start` rows that the prefill goes on from: both once per request,
+    /// the verifier also after a prefill that was refused.
     fn make_ready(&mut self, start: usize) -> Result<(), ErrorOf<E>> {
         if !self.ready || self.ahead {
             let verifier = self.engine.verifier_mut();
@@ -350,9 +347,8 @@ impl<E: Engine> Decoder<E> {
             self.ahead = false;
         }
         if !self.ready {
-            let keep = self.cached_prefix;
             let drafter = self.engine.drafter_mut();
-            drafter.reset(keep).map_err(|source| drafter_failed(Stage::Prefill, source))?;
+            drafter.reset(start).map_err(|source| drafter_failed(Stage::Prefill, source))?;
             self.ready = true;
         }
         Ok(())

@@ -227,7 +227,7 @@ impl Drafter<CudaTaps> for CudaDFlash {
 
     fn observe(&mut self, committed: &Committed<'_>, features: &CudaTaps) -> Result<()> {
         let tokens = committed.tokens().len();
-        if features.of.as_ref().is_some_and(|of| !Rc::ptr_eq(of, &self.shared)) {
+        if !Rc::ptr_eq(&features.of, &self.shared) {
             let accepted = "those of the target that the drafter was made for";
             return Err(Error::argument("features", "taps of another target", accepted));
         }

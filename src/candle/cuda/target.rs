@@ -140,8 +140,8 @@ pub struct CudaTaps {
     pub(super) blocks: Vec<TapBlock>,
     /// Elements of a row.
     pub(super) width: usize,
-    /// Whose they are, if there are any.
-    pub(super) of: Option<Rc<Shared>>,
+    /// Of which target.
+    pub(super) of: Rc<Shared>,
 }
 
 #[derive(Debug)]
@@ -378,10 +378,11 @@ impl CudaTarget {
 
     /// Copies taps of the last pass to memory of their own.
     fn take_taps(&self, slots: &[u32]) -> Result<CudaTaps> {
-        let width = self.taps.len() * self.shared.hidden;
+        let mut taps = self.no_taps();
         if self.taps.is_empty() {
-            return Ok(CudaTaps { blocks: Vec::new(), width, of: None });
+            return Ok(taps);
         }
+        let width = taps.width;
         let (gpu, row_bytes) = (&self.stack.gpu, width * self.stack.dtype().size_in_bytes());
         // The smallest that does: many may be held at the same time, of a row each.
         let bytes = padded(slots.len()) * row_bytes;
@@ -396,8 +397,13 @@ impl CudaTarget {
         };
         self.stack.kernels.gather(gpu, &self.tap_rows, &buffer, row_bytes, &Path::new(slots))?;
         let (rows, pool) = (slots.len(), self.pool.clone());
-        let blocks = vec![TapBlock { rows, buffer: Some(buffer), pool }];
-        Ok(CudaTaps { blocks, width, of: Some(self.shared.clone()) })
+        taps.blocks.push(TapBlock { rows, buffer: Some(buffer), pool });
+        Ok(taps)
+    }
+
+    fn no_taps(&self) -> CudaTaps {
+        let (width, of) = (self.taps.len() * self.shared.hidden, self.shared.clone());
+        CudaTaps { blocks: Vec::new(), width, of }
     }
 
     fn check_start(&self, start: usize, rows: usize) -> Result<()> {
@@ -467,8 +473,7 @@ impl Verifier for CudaTarget {
         let (start, tokens) = (prefill.start(), prefill.tokens());
         self.check_start(start, tokens.len())?;
         self.check_tokens(tokens)?;
-        let width = self.taps.len() * self.shared.hidden;
-        let mut taps = CudaTaps { blocks: Vec::new(), width, of: Some(self.shared.clone()) };
+        let mut taps = self.no_taps();
         let mut last = None;
         let mut at = start;
         for chunk in tokens.chunks(self.options.max_slots) {

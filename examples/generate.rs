@@ -6,15 +6,16 @@ mod common;
 #[cfg(feature = "cuda")]
 #[path = "common/gpu.rs"]
 mod gpu;
+#[path = "common/output.rs"]
+mod output;
 #[path = "common/sampling.rs"]
 mod sampling;
 #[path = "common/stream.rs"]
 mod stream;
 
 use std::{
-    fs::File,
-    io::{self, BufWriter, IsTerminal, Read, Write},
-    path::{Path, PathBuf},
+    io::{self, IsTerminal, Read, Write},
+    path::PathBuf,
     time::{Duration, Instant},
 };
 
@@ -29,6 +30,7 @@ use ddtree::{
     Algorithm, Config, Decoder, Engine, ErrorOf, Finish, NoDrafter, Plan, Reason, Request, Session,
     ShadowStats, Stage, TreeSettings,
 };
+use output::OutputFile;
 use sampling::SamplingArgs;
 use serde_json::json;
 use stream::TextStream;
@@ -134,7 +136,7 @@ fn main() -> Result<()> {
     let prompt = args.prompt()?;
     ensure!(!prompt.is_empty(), "the prompt is empty");
     // Created first, so that no text is generated in vain.
-    let trace = args.trace.as_deref().map(TraceFile::create).transpose()?;
+    let trace = args.trace.as_deref().map(OutputFile::create).transpose()?;
     let drafting = args.algorithm.needs_drafter();
     let checkpoints = args.models.find(drafting, !args.quiet)?;
     let prompt_ids = checkpoints.text.encode(&prompt, args.chat)?;
@@ -171,7 +173,7 @@ struct Job {
     prompt: String,
     prompt_ids: Vec<u32>,
     checkpoints: Checkpoints,
-    trace: Option<TraceFile>,
+    trace: Option<OutputFile>,
 }
 
 impl Job {
@@ -209,7 +211,7 @@ impl Job {
             eprint!("{}", summary(session, prompt_ids.len(), wall));
         }
         if let Some(trace) = trace {
-            trace.write(&trace_of(session, &name, &prompt, &text))?;
+            trace.write(&trace_of(session, &name, &prompt, &text).to_string())?;
         }
         Ok(())
     }
@@ -330,28 +332,6 @@ fn summary(session: &Session, prompt_len: usize, wall: Duration) -> String {
         lines.push(format!("rounds not as asked: {}", reasons.join(", ")));
     }
     lines.join("\n") + "\n"
-}
-
-/// The JSON of a trace, created before the text so that none is generated in vain.
-struct TraceFile {
-    path: PathBuf,
-    file: File,
-}
-
-impl TraceFile {
-    fn create(path: &Path) -> Result<Self> {
-        let file =
-            File::create(path).with_context(|| format!("cannot write {}", path.display()))?;
-        Ok(Self { path: path.to_owned(), file })
-    }
-
-    fn write(self, trace: &serde_json::Value) -> Result<()> {
-        let mut file = BufWriter::new(self.file);
-        serde_json::to_writer(&mut file, trace)
-            .map_err(io::Error::from)
-            .and_then(|()| file.flush())
-            .with_context(|| format!("cannot write {}", self.path.display()))
-    }
 }
 
 /// All rounds: `tokens`, `parents` and so on have an entry per slot, root first; `path` are the slots that

@@ -13,6 +13,8 @@ mod figures;
 #[path = "../common/gpu.rs"]
 mod gpu;
 mod measure;
+#[path = "../common/output.rs"]
+mod output;
 mod prompts;
 #[cfg(feature = "cuda")]
 mod random;
@@ -20,9 +22,7 @@ mod report;
 #[path = "../common/sampling.rs"]
 mod sampling;
 
-use std::fs::File;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
@@ -35,6 +35,7 @@ use cpu::CpuPair;
 use ddtree::candle::cuda::Gpu;
 use indicatif::ProgressBar;
 use measure::{Arm, Job, Pair};
+use output::OutputFile;
 use report::{Report, Setting};
 use sampling::SamplingArgs;
 use serde_json::Value;
@@ -117,18 +118,13 @@ fn main() -> Result<()> {
         "--max-new-tokens: accepted: at least 2, as the first comes from the prompt"
     );
     // Before anything is measured, so that nothing is in vain.
-    let unwritable = |path: &Path| format!("--json: cannot write {}", path.display());
-    let file = match &args.json {
-        None => None,
-        Some(path) => Some((path, File::create(path).with_context(|| unwritable(path))?)),
-    };
+    let file = args.json.as_deref().map(OutputFile::create).transpose()?;
     let json = match &args.random {
         None => texts(&args)?,
         Some(shape) => random(shape, &args)?,
     };
-    if let Some((path, mut file)) = file {
-        let json = serde_json::to_string_pretty(&json)?;
-        file.write_all(json.as_bytes()).with_context(|| unwritable(path))?;
+    if let Some(file) = file {
+        file.write(&serde_json::to_string_pretty(&json)?)?;
     }
     Ok(())
 }

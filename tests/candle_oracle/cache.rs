@@ -1,6 +1,6 @@
 //! Commits, truncation and growth of the cache against plain decoding.
 
-use ddtree::candle::{Architecture, Error, Forward, KvCache, Want};
+use ddtree::candle::{Architecture, Error, KvCache};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::json;
@@ -90,19 +90,7 @@ fn rows_that_no_pass_wrote_are_not_committed() {
     let model = random_model(Architecture::Llama, json!({}), 25);
     let mut cache = model.new_cache(16).unwrap();
     assert!(cache.extend(1).is_err() && cache.commit(0, &[0]).is_err());
-    let pass = |cache: &mut KvCache, start: usize| {
-        let positions: Vec<u32> = (start as u32..).take(3).collect();
-        let pass = Forward {
-            tokens: &[4, 5, 6],
-            positions: &positions,
-            start,
-            mask: None,
-            tree: None,
-            want: Want::Nothing,
-            taps: &[],
-        };
-        model.forward(cache, &pass).map(|_| ())
-    };
+    let pass = |cache: &mut KvCache, start| pass_from(&model, cache, start, &[4, 5, 6]);
     assert!(pass(&mut cache, 1).is_err());
     pass(&mut cache, 0).unwrap();
     pass(&mut cache, 3).unwrap();

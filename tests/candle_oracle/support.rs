@@ -3,7 +3,9 @@
 use std::collections::HashMap;
 
 use candle_core::{DType, Device, Tensor};
-use ddtree::candle::{Architecture, DecoderConfig, DecoderModel, Forward, KvCache, Want, Weights};
+use ddtree::candle::{
+    Architecture, DecoderConfig, DecoderModel, Error, Forward, KvCache, Output, Want, Weights,
+};
 use ddtree::{AncestorMask, DraftTree};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -113,11 +115,21 @@ pub fn rows(tensor: &Tensor) -> Vec<Vec<f32>> {
 /// Logits of all `tokens` after the committed rows, which stay as they are.
 pub fn logits(model: &DecoderModel, cache: &mut KvCache, tokens: &[u32]) -> Vec<Vec<f32>> {
     let start = cache.len();
+    rows(&pass_from(model, cache, start, tokens).unwrap().logits.unwrap())
+}
+
+/// A causal pass over `tokens` as the rows from `start` on, uncommitted.
+pub fn pass_from(
+    model: &DecoderModel,
+    cache: &mut KvCache,
+    start: usize,
+    tokens: &[u32],
+) -> Result<Output, Error> {
     let positions: Vec<u32> = (start as u32..).take(tokens.len()).collect();
     let want = Want::All;
     let pass =
         Forward { tokens, positions: &positions, start, mask: None, tree: None, want, taps: &[] };
-    rows(&model.forward(cache, &pass).unwrap().logits.unwrap())
+    model.forward(cache, &pass)
 }
 
 /// Logits of all slots of `tree` after the committed rows.

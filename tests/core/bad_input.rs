@@ -237,10 +237,9 @@ impl Verifier for Miscounting {
         prefill: &Prefill<'_>,
         picks: &mut Picks<'_>,
     ) -> Result<Vec<Row>, Self::Error> {
-        let left = self.after_prefills.as_mut().filter(|_| !self.done);
-        if let Some(left) = left
-            && left.checked_sub(1).map(|now| *left = now).is_none()
-        {
+        let miscounts = self.after_prefills == Some(0) && !self.done;
+        self.after_prefills = self.after_prefills.map(|left| left.saturating_sub(1));
+        if miscounts {
             self.done = true;
             let rows = self.target.prefill(prefill, &mut Picks::new(&mut Vec::new()))?;
             picks.extend(if self.extra { &[1, 2] } else { &[] });

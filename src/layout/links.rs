@@ -85,8 +85,9 @@ pub fn sequence_ids(tree: &DraftTree) -> usize {
 ///
 /// Leaves are numbered from `first` on in slot order. `counts[i]` is how many
 /// ids slot `i` has (`n_seq_id`), none beyond the tree; `ids` holds them one slot
-/// after another, ascending, and what is behind them stays. The committed prefix has to be part of every sequence. Engines
-/// limit the number of sequences, for which [`leaves`] is there to ask.
+/// after another, ascending, and what is behind them stays. The committed prefix
+/// has to be part of every sequence. Engines limit the number of sequences, for
+/// which [`leaves`] is there to ask.
 ///
 /// # Errors
 ///

@@ -68,9 +68,13 @@ fn nvcc() -> PathBuf {
         return nvcc.into();
     }
     let homes = ["CUDA_HOME", "CUDA_PATH"].into_iter().filter_map(env::var_os).map(PathBuf::from);
+    let on_path = env::var_os("PATH").into_iter().flat_map(|path| {
+        env::split_paths(&path).map(|folder| folder.join("nvcc")).collect::<Vec<_>>()
+    });
     homes
-        .chain([Path::new("/usr/local/cuda").into()])
         .map(|home| home.join("bin/nvcc"))
+        .chain(on_path)
+        .chain([Path::new("/usr/local/cuda/bin/nvcc").into()])
         .find(|nvcc| nvcc.exists())
         .unwrap_or_else(|| "nvcc".into())
 }

@@ -242,6 +242,7 @@ impl Gpu {
             bytes <= to.bytes && bytes <= from.len * size_of::<T>(),
             "the copy fits both sides"
         );
+        self.0.context.bind_to_thread()?;
         // SAFETY: checked above; pinned memory is freed only after the stream has been waited for.
         unsafe {
             let from = std::slice::from_raw_parts(from.pointer.cast::<u8>(), bytes);

@@ -3,14 +3,12 @@
 use std::collections::BTreeMap;
 use std::rc::Rc;
 
-use candle_core::DType;
-
 use super::device::{Buffer, Graph};
 use super::draw::Couple;
 use super::kernels::{Kernels, TopK};
-use super::products::{Place, Product};
-use super::stack::{KeyValues, PassInput, Stack, TapInto, padded, padded_to_few};
-use super::target::Shared;
+use super::products::{Output, Place, Product, Rest};
+use super::stack::{KeyValues, PassInput, Stack, padded, padded_to_few};
+use super::target::{Head, Shared};
 use super::weights::{Loader, Source, check};
 use super::{CudaTaps, CudaTarget};
 use crate::candle::dflash::DFlashConfig;
@@ -92,7 +90,7 @@ impl CudaDFlash {
         let decoder = &config.decoder;
         let hidden = decoder.hidden_size;
         let kernels = Kernels::new(gpu, dtype, decoder.head_dim)?;
-        let loader_kernels = Kernels::new(gpu, dtype, decoder.head_dim)?;
+        let loader_kernels = kernels.clone();
         let nested = matches!(&source, Source::Checkpoint(w) if w.contains("model.fc.weight"));
         let prefix = if nested { "model." } else { "" };
         let mut loader = Loader { gpu, kernels: &loader_kernels, source, prefix };
@@ -118,7 +116,7 @@ impl CudaDFlash {
                 key_values,
             },
             couple: Couple::new(gpu, shared.vocab_size)?,
-            top_k: TopK::new(gpu, DType::F32, depths, shared.vocab_size, k)?,
+            top_k: TopK::new(gpu, depths, shared.vocab_size, k)?,
             logits: gpu.allocate(4 * width * shared.vocab_size)?,
             block: PassInput::new(gpu, width)?,
             drafts: BTreeMap::new(),
@@ -143,10 +141,9 @@ impl CudaDFlash {
     fn draft_pass(&self, width: usize, coupled: bool, k: usize) -> Result<()> {
         let (gpu, vocab_size) = (&self.stack.gpu, self.shared.vocab_size);
         self.block.send(gpu, width)?;
-        let none = TapInto { layers: &[], rows: &self.logits };
         let inputs = self.block.inputs(width);
-        self.stack.forward(&inputs, &self.shared.embed_tokens, none)?;
-        self.shared.head(&self.stack, width, &self.logits)?;
+        self.stack.forward(&inputs, &self.shared.embed_tokens, None)?;
+        self.shared.head(&self.stack, width, Head::Logits(&self.logits))?;
         // Slot 0 holds the root; what it would predict is known.
         let depths = self.config.block_size() - 1;
         let logits = self.logits.at(4 * vocab_size);
@@ -162,7 +159,7 @@ impl CudaDFlash {
         context.input.send(gpu, width)?;
         let inputs = context.input.inputs(width);
         let shape = self.projection(width);
-        gpu.product(context.taps.pointer(), &self.fc, &context.projected, shape, None)?;
+        gpu.product(context.taps.pointer(), &self.fc, &context.projected, shape, Rest::Nothing)?;
         self.context_norm(width)?;
         let normed = context.normed.pointer();
         self.stack.write_context(&context.key_values, &inputs, normed, &context.kv)
@@ -175,9 +172,7 @@ impl CudaDFlash {
             inputs: self.config.feature_size(),
             outputs: self.shared.hidden,
             dtype: self.stack.dtype(),
-            y_dtype: DType::F32,
-            add: false,
-            gated: false,
+            output: Output::Floats,
             weights: 1,
         }
     }
@@ -192,7 +187,7 @@ impl CudaDFlash {
     /// Finds out how the products of an observation are best done, whose rows are in `self.context`.
     fn plan_observation(&self, width: usize) -> Result<()> {
         let (gpu, context) = (&self.stack.gpu, &self.context);
-        let place = Place { gates: None, before: &|| self.context_norm(width) };
+        let place = Place { rest: Rest::Nothing, before: &|| self.context_norm(width) };
         let (taps, projection) = (context.taps.pointer(), self.projection(width));
         gpu.plan_product(taps, &[&self.fc], &context.projected, projection, place)?;
         let normed = context.normed.pointer();
@@ -227,6 +222,9 @@ impl Drafter<CudaTaps> for CudaDFlash {
 
     fn observe(&mut self, committed: &Committed<'_>, features: &CudaTaps) -> Result<()> {
         let tokens = committed.tokens().len();
+        if tokens == 0 {
+            return Err(Error::argument("tokens", 0, "at least one to observe"));
+        }
         if !Rc::ptr_eq(&features.of, &self.shared) {
             let accepted = "those of the target that the drafter was made for";
             return Err(Error::argument("features", "taps of another target", accepted));
@@ -309,7 +307,7 @@ impl Drafter<CudaTaps> for CudaDFlash {
         let key = (coupled, k);
         if !self.drafts.contains_key(&key) {
             let pass = || self.draft_pass(width, coupled, k);
-            self.shared.plan(&self.stack, width, &self.logits, &pass)?;
+            self.shared.plan(&self.stack, width, Head::Logits(&self.logits), &pass)?;
             let graph = gpu.capture(pass)?;
             self.drafts.insert(key, graph);
         }

@@ -27,7 +27,7 @@ macro_rules! parameters {
 }
 pub(super) use parameters;
 
-#[derive(Debug)]
+#[derive(Clone, Debug)]
 pub(super) struct Kernels {
     pub(super) dtype: DType,
     embed_norm: CudaFunction,
@@ -113,6 +113,7 @@ impl Kernels {
         if !matches!(head_dim, 64 | 128 | 256) {
             return Err(Error::config("head_dim", head_dim, "64, 128 or 256 on a GPU"));
         }
+        gpu.bind()?;
         let modules = gpu.modules();
         Ok(Self {
             dtype,
@@ -222,17 +223,17 @@ impl Kernels {
         let (query, kv) = (heads.query as i32, heads.kv as i32);
         let (rows, layers, layer_stride) =
             (inputs.rows as i32, how.layers as i32, how.layer_stride);
-        // A warp for each head; blocks so large that the kernel is started early, if that can be.
+        // Half a warp for each head; blocks so large that the kernel is started early, if that can be.
         let units = inputs.rows * how.layers * (heads.query + 2 * heads.kv);
-        let blocks = |warps: u32| units.div_ceil(warps as usize) as u32;
-        let warps = [8, 16, 32].into_iter().find(|&warps| blocks(warps) <= EARLY_BLOCKS);
-        let warps = warps.unwrap_or(8);
+        let blocks = |threads: u32| (16 * units).div_ceil(threads as usize) as u32;
+        let threads = [256, 512, 1024].into_iter().find(|&threads| blocks(threads) <= EARLY_BLOCKS);
+        let threads = threads.unwrap_or(256);
         // SAFETY: as above.
         unsafe {
             gpu.launch_early(
                 &self.rope_store,
-                (blocks(warps), 1, 1),
-                (32, warps),
+                (blocks(threads), 1, 1),
+                (threads, 1),
                 parameters!(
                     qkv,
                     bias,
@@ -327,10 +328,11 @@ fn row_threads(size: usize) -> u32 {
     (size.div_ceil(8).next_multiple_of(32)).min(1024) as u32
 }
 
-/// The greatest entry of each row of logits: packed by the GPU, a token id on the host.
+/// The greatest entry of each row of f32 logits: packed by the GPU, a token id on the host.
 #[derive(Debug)]
 pub(super) struct Argmax {
     function: CudaFunction,
+    greatest: CudaFunction,
     bests: Buffer,
     counters: Buffer,
     size: usize,
@@ -338,14 +340,25 @@ pub(super) struct Argmax {
 
 impl Argmax {
     /// For `max_rows` rows of `size` entries.
-    pub(super) fn new(gpu: &Gpu, dtype: DType, max_rows: usize, size: usize) -> Result<Self> {
-        let name = format!("argmax_{}", dtype.as_str());
+    pub(super) fn new(gpu: &Gpu, max_rows: usize, size: usize) -> Result<Self> {
+        let load = |name| gpu.modules().select.load_function(name);
         Ok(Self {
-            function: gpu.modules().select.load_function(&name)?,
-            bests: gpu.allocate(8 * max_rows * Self::parts(1, size))?,
+            function: load("argmax")?,
+            greatest: load("greatest")?,
+            bests: gpu.allocate(Self::bytes(max_rows, size))?,
             counters: gpu.allocate(4 * max_rows)?,
             size,
         })
+    }
+
+    /// Bytes of the greatest entries of the parts of rows, of which each has 64 entries or more.
+    pub(super) fn bytes(rows: usize, size: usize) -> usize {
+        8 * rows * size.div_ceil(64)
+    }
+
+    /// Where a product leaves the greatest packed entries of parts of rows.
+    pub(super) fn bests(&self) -> &Buffer {
+        &self.bests
     }
 
     /// Blocks that share a row: two to eight loads a thread.
@@ -377,6 +390,28 @@ impl Argmax {
         }
     }
 
+    /// Asks for the packed picks of `rows` rows, of whose `parts` parts the greatest entries are in [`bests`](Self::bests).
+    pub(super) fn run_on_parts(
+        &self,
+        gpu: &Gpu,
+        rows: usize,
+        parts: usize,
+        picks: &Pinned<u64>,
+    ) -> Result<()> {
+        assert!(8 * rows * parts <= self.bests.bytes(), "made for fewer rows");
+        assert!(rows <= picks.len(), "picks have a place");
+        let (bests, picks, parts) = (self.bests.pointer(), picks.device(), parts as i32);
+        // SAFETY: checked above.
+        unsafe {
+            gpu.launch_early(
+                &self.greatest,
+                (rows as u32, 1, 1),
+                (256, 1),
+                parameters!(bests, picks, parts),
+            )
+        }
+    }
+
     /// The token of a packed entry; `None` for NaN, +inf and a row of -inf.
     pub(super) fn token(packed: u64) -> Option<u32> {
         const POSITIVE_INFINITY: u32 = 0xff80_0000;
@@ -386,7 +421,7 @@ impl Argmax {
     }
 }
 
-/// The best entries of each row of logits and their log-probabilities, in memory of the host.
+/// The best entries of each row of f32 logits and their log-probabilities, in memory of the host.
 #[derive(Debug)]
 pub(super) struct TopK {
     chunk_best: CudaFunction,
@@ -402,13 +437,7 @@ pub(super) struct TopK {
 
 impl TopK {
     /// For rows of `size` entries of which up to `max_k` are wanted.
-    pub(super) fn new(
-        gpu: &Gpu,
-        dtype: DType,
-        max_rows: usize,
-        size: usize,
-        max_k: usize,
-    ) -> Result<Self> {
+    pub(super) fn new(gpu: &Gpu, max_rows: usize, size: usize, max_k: usize) -> Result<Self> {
         let (limit, chunks) = (MAX_TOP_K.min(size), size.div_ceil(CHUNK));
         if max_k == 0 || max_k > limit {
             return Err(Error::argument("top_k", max_k, format!("1 to {limit} on a GPU")));
@@ -417,7 +446,7 @@ impl TopK {
             let accepted = format!("fewer than {} on a GPU", CHUNK << 16);
             return Err(Error::config("vocab_size", size, accepted));
         }
-        let load = |name| gpu.modules().select.load_function(&format!("{name}_{}", dtype.as_str()));
+        let load = |name| gpu.modules().select.load_function(name);
         Ok(Self {
             chunk_best: load("chunk_best")?,
             function: load("top_k")?,

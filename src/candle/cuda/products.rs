@@ -8,8 +8,8 @@ use candle_core::DType;
 use cudarc::cublaslt::{result as lt, sys};
 use cudarc::driver::sys::CUdeviceptr;
 
-use super::device::{Buffer, Gpu};
-use super::kernels::Kernels;
+use super::device::{Buffer, Gpu, Pinned};
+use super::kernels::{Argmax, Kernels};
 use super::tiles::Tiles;
 use crate::candle::Result;
 
@@ -38,21 +38,52 @@ pub(super) struct Product {
     pub(super) inputs: usize,
     pub(super) outputs: usize,
     pub(super) dtype: DType,
-    pub(super) y_dtype: DType,
-    /// Whether the product is added to what is there.
-    pub(super) add: bool,
-    /// Whether outputs are eight gates, the eight ups of the same elements and so on, of which `silu(gate) * up` is wanted:
-    /// `y` is `[rows, outputs / 2]`.
-    pub(super) gated: bool,
+    pub(super) output: Output,
     /// Weights of the shape that a pass goes through: few are found in the L2 cache again, and done otherwise than many.
     pub(super) weights: usize,
+}
+
+impl Product {
+    /// Whether its sums are left as they are.
+    fn is_f32(&self) -> bool {
+        self.dtype == DType::F32 || !matches!(self.output, Output::Elements | Output::Gated)
+    }
+}
+
+/// What becomes of a product's sums. The numbers are the kernel's.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Output {
+    /// `y` is `[rows, outputs]` of the product's type.
+    Elements = 0,
+    /// The same, of f32.
+    Floats = 1,
+    /// They are added to a `y` of f32.
+    Added = 2,
+    /// Outputs are eight gates, the eight ups of the same elements and so on, of which `silu(gate) * up` is wanted: `y` is
+    /// `[rows, outputs / 2]` of the product's type.
+    Gated = 3,
+    /// The greatest of each row, of equal ones the one with the lowest index. `y` is that of an [`Argmax`].
+    Greatest = 4,
+}
+
+/// What is to be done where a product does not do all by itself.
+#[derive(Clone, Copy)]
+pub(super) enum Rest<'a> {
+    Nothing,
+    /// Where gates and ups go, and how they are combined.
+    Gates(&'a Buffer, &'a Kernels),
+    /// Where logits go, and where their picks.
+    Picks {
+        logits: &'a Buffer,
+        argmax: &'a Argmax,
+        picks: &'a Pinned<u64>,
+    },
 }
 
 /// What stands around products of a shape in a pass.
 #[derive(Clone, Copy)]
 pub(super) struct Place<'a> {
-    /// Where gates and ups go, and how they are combined, if not by the product itself.
-    pub(super) gates: Option<(&'a Buffer, &'a Kernels)>,
+    pub(super) rest: Rest<'a>,
     /// Asks for a kernel like the one before the product: what is done ahead of its end differs from way to way.
     pub(super) before: &'a dyn Fn() -> Result<()>,
 }
@@ -86,15 +117,15 @@ impl Drop for Products {
 }
 
 impl Gpu {
-    /// Asks for `y = x w^T`, or `y += x w^T`: `x` is `[rows, inputs]`, `w` `[outputs, inputs]`, both of type `dtype`, `y`
-    /// `[rows, outputs]` of type `y_dtype`. Sums are f32.
+    /// Asks for `x w^T`: `x` is `[rows, inputs]`, `w` `[outputs, inputs]`, both of type `dtype`, `y` what `shape.output`
+    /// says. Sums are f32.
     pub(super) fn product(
         &self,
         x: CUdeviceptr,
         w: &Buffer,
         y: &Buffer,
         shape: Product,
-        gates: Option<(&Buffer, &Kernels)>,
+        rest: Rest<'_>,
     ) -> Result<()> {
         self.bind()?;
         let products = self.products();
@@ -103,7 +134,7 @@ impl Gpu {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => entry.insert(Plan::new(products.handle, shape)?),
         };
-        plan.run(self, products.handle, (x, w, y), gates, 0)
+        plan.run(self, products.handle, (x, w, y), rest, 0)
     }
 
     /// Finds fast ways to do the products of a shape, unless they have been done before. What is at `y` is lost.
@@ -133,13 +164,16 @@ impl Gpu {
             let work = || {
                 weights.iter().try_for_each(|&w| {
                     (place.before)()?;
-                    plan.run(self, products.handle, (x, w, y), place.gates, candidate)
+                    plan.run(self, products.handle, (x, w, y), place.rest, candidate)
                 })
             };
-            // Some ways turn out not to work.
             match self.time_captured(&work) {
                 Ok(time) => timed.push((time, candidate)),
-                Err(error) => failed = Some(error),
+                // Some ways turn out not to work. The GPU has to, from then on.
+                Err(error) => {
+                    self.synchronize()?;
+                    failed = Some(error);
+                }
             }
         }
         if let (true, Some(error)) = (timed.is_empty(), failed) {
@@ -176,7 +210,8 @@ impl Gpu {
         };
         let time_with = |shape: &Product, candidate| {
             swap(shape, candidate);
-            let time = self.time_captured(pass);
+            // One that does not work in a pass is none.
+            let time = self.time_captured(pass).unwrap_or(f64::INFINITY);
             swap(shape, candidate);
             time
         };
@@ -184,11 +219,11 @@ impl Gpu {
         for shape in shapes {
             let candidates = plans.borrow()[shape].ways.len();
             for candidate in 1..candidates {
-                let mut time = time_with(shape, candidate)?;
+                let mut time = time_with(shape, candidate);
                 if time < best * FASTER {
                     // The GPU's clock changes: once more, one right after the other.
                     best = self.time_captured(pass)?;
-                    time = time_with(shape, candidate)?;
+                    time = time_with(shape, candidate);
                 }
                 if time < best * FASTER {
                     best = time;
@@ -234,7 +269,8 @@ impl Plan {
     ///
     /// cuBLAS counts columns first, so it is told to compute `y^T = w x^T`.
     fn new(handle: sys::cublasLtHandle_t, shape: Product) -> Result<Self> {
-        let Product { rows, inputs, outputs, dtype, y_dtype, .. } = shape;
+        let Product { rows, inputs, outputs, dtype, .. } = shape;
+        let y_dtype = if shape.is_f32() { DType::F32 } else { dtype };
         let compute = sys::cublasComputeType_t::CUBLAS_COMPUTE_32F;
         let description = Description(lt::create_matmul_desc(compute, data_type(DType::F32))?);
         let w = Layout::new(dtype, inputs, outputs)?;
@@ -295,26 +331,43 @@ impl Plan {
         gpu: &Gpu,
         handle: sys::cublasLtHandle_t,
         (x, w, y): (CUdeviceptr, &Buffer, &Buffer),
-        gates: Option<(&Buffer, &Kernels)>,
+        rest: Rest<'_>,
         candidate: usize,
     ) -> Result<()> {
-        let Product { rows, inputs, outputs, dtype, y_dtype, add, gated, .. } = self.shape;
-        let row_bytes = inputs * dtype.size_in_bytes();
-        assert!(outputs * row_bytes <= w.bytes(), "the weight has its shape");
-        let elements = rows * outputs;
-        let y_elements = if gated { elements / 2 } else { elements };
-        assert!(y_elements * y_dtype.size_in_bytes() <= y.bytes(), "the result fits");
+        let Product { rows, inputs, outputs, dtype, output, .. } = self.shape;
+        let w_bytes = outputs * inputs * dtype.size_in_bytes();
+        assert!(w_bytes <= w.bytes(), "the weight has its shape");
+        let element = if self.shape.is_f32() { 4 } else { dtype.size_in_bytes() };
+        let whole = rows * outputs * element;
+        let y_bytes = match output {
+            Output::Elements | Output::Floats | Output::Added => whole,
+            Output::Gated => whole / 2,
+            Output::Greatest => Argmax::bytes(rows, outputs),
+        };
+        assert!(y_bytes <= y.bytes(), "the result fits");
         let mut operands = Operands { x, w: w.pointer(), y: y.pointer() };
         let algorithm = match &self.ways[candidate] {
             Way::Library(algorithm) => algorithm,
-            Way::Tiles(tiles) => return tiles.run(gpu, &self.shape, operands),
+            Way::Tiles(tiles) => {
+                tiles.run(gpu, &self.shape, operands)?;
+                return match (output, rest) {
+                    (Output::Greatest, Rest::Picks { argmax, picks, .. }) => {
+                        argmax.run_on_parts(gpu, rows, tiles.parts(outputs), picks)
+                    }
+                    _ => Ok(()),
+                };
+            }
         };
-        if gated {
-            let (scratch, _) = gates.expect("gates and ups have a place");
-            assert!(elements * y_dtype.size_in_bytes() <= scratch.bytes(), "gates and ups fit");
-            operands.y = scratch.pointer();
-        }
-        let (one, old) = (1.0f32, if add { 1.0f32 } else { 0.0 });
+        // The library leaves all sums somewhere else, if something is made of them.
+        let sums = match (output, rest) {
+            (Output::Gated, Rest::Gates(sums, _)) => sums,
+            (Output::Greatest, Rest::Picks { logits, .. }) => logits,
+            (Output::Gated | Output::Greatest, _) => panic!("{output:?} has a place for its sums"),
+            _ => y,
+        };
+        assert!(whole <= sums.bytes(), "the sums fit");
+        operands.y = sums.pointer();
+        let (one, old) = (1.0f32, if output == Output::Added { 1.0f32 } else { 0.0 });
         let (workspace, stream) = gpu.workspace();
         // SAFETY: the operands were checked against the shape that the layouts were made for; the workspace is as large as
         // the algorithms were asked to make do with.
@@ -338,8 +391,13 @@ impl Plan {
                 stream.cast(),
             )?;
         }
-        match gates {
-            Some((scratch, kernels)) if gated => kernels.silu_mul(gpu, scratch, y, elements / 2),
+        match (output, rest) {
+            (Output::Gated, Rest::Gates(sums, kernels)) => {
+                kernels.silu_mul(gpu, sums, y, rows * outputs / 2)
+            }
+            (Output::Greatest, Rest::Picks { logits, argmax, picks }) => {
+                argmax.run(gpu, logits, rows, picks)
+            }
             _ => Ok(()),
         }
     }

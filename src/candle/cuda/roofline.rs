@@ -58,7 +58,7 @@ impl CudaTarget {
         }
         let width = padded(slots);
         let gpu = self.roofline_parts().0;
-        self.plan(width, &|| self.products(width))?;
+        self.plan_products(width)?;
         let graph = gpu.capture(|| self.products(width))?;
         graph.launch()?;
         let mut times =

@@ -6,7 +6,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use super::attention::{Attention, Cached};
 use super::device::{Buffer, Gpu, Pinned};
 use super::kernels::{Heads, Inputs, Kernels, Path, RopeStore};
-use super::products::{Place, Product};
+use super::products::{Output, Place, Product, Rest};
 use super::weights::Loader;
 use crate::candle::{DecoderConfig, Error, Result};
 
@@ -202,7 +202,13 @@ impl Stack {
         x: CUdeviceptr,
         kv: &Buffer,
     ) -> Result<()> {
-        self.gpu.product(x, &of.weight, kv, self.context_product(of, inputs.rows), None)?;
+        self.gpu.product(
+            x,
+            &of.weight,
+            kv,
+            self.context_product(of, inputs.rows),
+            Rest::Nothing,
+        )?;
         let how = RopeStore {
             bias: of.bias.as_ref().map(Buffer::pointer),
             norms: of.norm.as_ref().map(|k| (k.pointer(), k.pointer())),
@@ -220,9 +226,7 @@ impl Stack {
             inputs: self.hidden,
             outputs: of.width,
             dtype: self.dtype(),
-            y_dtype: self.dtype(),
-            add: false,
-            gated: false,
+            output: Output::Elements,
             weights: 1,
         }
     }
@@ -232,7 +236,12 @@ impl Stack {
     }
 
     /// Asks for a pass over `inputs`.
-    pub(super) fn forward(&self, inputs: &Inputs, table: &Buffer, taps: TapInto<'_>) -> Result<()> {
+    pub(super) fn forward(
+        &self,
+        inputs: &Inputs,
+        table: &Buffer,
+        taps: Option<TapInto<'_>>,
+    ) -> Result<()> {
         let (gpu, kernels, scratch) = (&self.gpu, &self.kernels, &self.scratch);
         let (rows, hidden, eps) = (inputs.rows, self.hidden, self.eps);
         let norm = |index: usize| {
@@ -259,9 +268,10 @@ impl Stack {
             kernels.norm(gpu, rows, residual, (&layer.post_norm, eps), normed, None, hidden)?;
             self.product(rows, Weight::GateUp(layer))?;
             self.product(rows, Weight::Down(layer))?;
-            let tap = taps.layers.iter().position(|&tap| tap == index).map(|at| {
+            let tap = taps.and_then(|taps| {
+                let at = taps.layers.iter().position(|&tap| tap == index)?;
                 let offset = at * hidden * self.dtype().size_in_bytes();
-                (taps.rows.at(offset), taps.layers.len() * hidden)
+                Some((taps.rows.at(offset), taps.layers.len() * hidden))
             });
             let next = (norm(index + 1), eps);
             kernels.norm(gpu, rows, residual, next, normed, tap, hidden)?;
@@ -294,7 +304,7 @@ impl Stack {
             (Weight::Down(layer), each(|layer| &layer.down)),
         ] {
             let (x, _, y, shape) = self.operands(rows, weight);
-            let place = Place { gates: Some(self.gates()), before: &|| self.last_norm(rows) };
+            let place = Place { rest: self.gates(), before: &|| self.last_norm(rows) };
             self.gpu.plan_product(x, &weights, y, shape, place)?;
             shapes.push(shape);
         }
@@ -303,11 +313,11 @@ impl Stack {
 
     fn product(&self, rows: usize, weight: Weight<'_>) -> Result<()> {
         let (x, w, y, shape) = self.operands(rows, weight);
-        self.gpu.product(x, w, y, shape, Some(self.gates()))
+        self.gpu.product(x, w, y, shape, self.gates())
     }
 
-    fn gates(&self) -> (&Buffer, &Kernels) {
-        (&self.scratch.gate_up, &self.kernels)
+    fn gates(&self) -> Rest<'_> {
+        Rest::Gates(&self.scratch.gate_up, &self.kernels)
     }
 
     /// Asks for the norm that ends a pass.
@@ -325,23 +335,20 @@ impl Stack {
         let s = &self.scratch;
         let dtype = self.dtype();
         let (hidden, intermediate, q) = (self.hidden, self.intermediate, self.heads.q_size());
-        // What goes to the residual stream is added to it, as f32.
-        let (x, w, y, inputs, outputs, y_dtype) = match weight {
+        let (x, w, y, inputs, outputs, output) = match weight {
             Weight::Qkv(layer) => {
-                (&s.normed, &layer.qkv, &s.qkv, hidden, q + 2 * self.heads.kv_size(), dtype)
+                let outputs = q + 2 * self.heads.kv_size();
+                (&s.normed, &layer.qkv, &s.qkv, hidden, outputs, Output::Elements)
             }
-            Weight::O(layer) => (&s.mixed, &layer.o, &s.residual, q, hidden, DType::F32),
+            Weight::O(layer) => (&s.mixed, &layer.o, &s.residual, q, hidden, Output::Added),
             Weight::GateUp(layer) => {
-                (&s.normed, &layer.gate_up, &s.activated, hidden, 2 * intermediate, dtype)
+                (&s.normed, &layer.gate_up, &s.activated, hidden, 2 * intermediate, Output::Gated)
             }
             Weight::Down(layer) => {
-                (&s.activated, &layer.down, &s.residual, intermediate, hidden, DType::F32)
+                (&s.activated, &layer.down, &s.residual, intermediate, hidden, Output::Added)
             }
         };
-        let add = std::ptr::eq(y, &s.residual);
-        let gated = std::ptr::eq(y, &s.activated);
-        let weights = self.layers.len();
-        let shape = Product { rows, inputs, outputs, dtype, y_dtype, add, gated, weights };
+        let shape = Product { rows, inputs, outputs, dtype, output, weights: self.layers.len() };
         (x.pointer(), w, y, shape)
     }
 
@@ -409,7 +416,7 @@ pub(super) struct PassInput {
 
 impl PassInput {
     pub(super) fn new(gpu: &Gpu, max_width: usize) -> Result<Self> {
-        let words = 2 + 2 * max_width + 2 * max_width * max_width.div_ceil(64);
+        let words = Self::words(max_width);
         Ok(Self { host: gpu.pinned(words)?, device: gpu.allocate(4 * words)?, in_flight: false })
     }
 

@@ -1,6 +1,6 @@
 //! The target on a GPU.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::rc::Rc;
@@ -10,11 +10,11 @@ use candle_core::DType;
 use super::device::{Buffer, Gpu, Graph, Pinned};
 use super::draw::Draw;
 use super::kernels::{Argmax, Kernels, MAX_SLOTS, Path, TopK};
-use super::products::{Place, Product};
+use super::products::{Output, Place, Product, Rest};
 use super::stack::{PassInput, Stack, TapInto, padded, padded_to_few};
 use super::weights::{Loader, Source, check};
 use crate::candle::{DecoderConfig, Error, Result, Weights};
-use crate::{Capabilities, CommitPlan, NoiseKey, PickRule, Picks, Prefill, Round, Verifier};
+use crate::{Capabilities, CommitPlan, PickRule, Picks, Prefill, Round, Verifier};
 
 /// Sizes of a [`CudaTarget`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -63,7 +63,6 @@ impl CudaOptions {
 pub struct CudaTarget {
     pub(super) stack: Stack,
     pub(super) shared: Rc<Shared>,
-    options: CudaOptions,
     taps: Vec<usize>,
     tap_rows: Buffer,
     pool: Rc<RefCell<Vec<Buffer>>>,
@@ -73,10 +72,23 @@ pub struct CudaTarget {
     top_two: TopK,
     input: PassInput,
     packed: Pinned<u64>,
-    /// By width, and whether picks are drawn.
-    graphs: BTreeMap<(usize, bool), Graph>,
+    /// Logits of a row, for picks on the host.
+    row: Pinned<f32>,
+    /// By width, and by how picks are made.
+    graphs: BTreeMap<(usize, Picking), Graph>,
+    /// The width of the last pass, and whether its logits are there.
+    last: Cell<(usize, bool)>,
     committed: usize,
     verified: Option<usize>,
+}
+
+/// How the picks of a pass are made.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Picking {
+    Greedy,
+    Drawn,
+    /// On the host, from logits.
+    Host,
 }
 
 /// What a drafter uses of its target.
@@ -97,10 +109,11 @@ impl Shared {
         padded(self.max_slots)
     }
 
-    /// Asks for the logits of the rows that a pass of `stack` ends with.
-    pub(super) fn head(&self, stack: &Stack, rows: usize, logits: &Buffer) -> Result<()> {
-        let shape = self.head_shape(rows, stack.dtype());
-        stack.gpu.product(stack.output(), &self.lm_head, logits, shape, None)
+    /// Asks for what is wanted of the logits of the rows that a pass of `stack` ends with.
+    pub(super) fn head(&self, stack: &Stack, rows: usize, head: Head<'_>) -> Result<()> {
+        let (y, output, rest) = head.parts();
+        let shape = self.head_shape(rows, stack.dtype(), output);
+        stack.gpu.product(stack.output(), &self.lm_head, y, shape, rest)
     }
 
     /// Finds out how the products of a pass of `stack` and of its logits are best done, `pass` being one.
@@ -108,27 +121,40 @@ impl Shared {
         &self,
         stack: &Stack,
         rows: usize,
-        logits: &Buffer,
+        head: Head<'_>,
         pass: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         let mut shapes = stack.plan(rows)?;
-        let shape = self.head_shape(rows, stack.dtype());
-        let place = Place { gates: None, before: &|| stack.last_norm(rows) };
-        stack.gpu.plan_product(stack.output(), &[&self.lm_head], logits, shape, place)?;
+        let (y, output, rest) = head.parts();
+        let shape = self.head_shape(rows, stack.dtype(), output);
+        let place = Place { rest, before: &|| stack.last_norm(rows) };
+        stack.gpu.plan_product(stack.output(), &[&self.lm_head], y, shape, place)?;
         shapes.push(shape);
         stack.gpu.settle(&shapes, pass)
     }
 
-    fn head_shape(&self, rows: usize, dtype: DType) -> Product {
-        Product {
-            rows,
-            inputs: self.hidden,
-            outputs: self.vocab_size,
-            dtype,
-            y_dtype: DType::F32,
-            add: false,
-            gated: false,
-            weights: 1,
+    fn head_shape(&self, rows: usize, dtype: DType, output: Output) -> Product {
+        let (inputs, outputs) = (self.hidden, self.vocab_size);
+        Product { rows, inputs, outputs, dtype, output, weights: 1 }
+    }
+}
+
+/// What is wanted of the logits of a pass.
+#[derive(Clone, Copy)]
+pub(super) enum Head<'a> {
+    /// All of them, as `[rows, vocab_size]` f32.
+    Logits(&'a Buffer),
+    /// The greatest of each row. The logits may or may not be left.
+    Picks { logits: &'a Buffer, argmax: &'a Argmax, picks: &'a Pinned<u64> },
+}
+
+impl<'a> Head<'a> {
+    fn parts(self) -> (&'a Buffer, Output, Rest<'a>) {
+        match self {
+            Self::Logits(logits) => (logits, Output::Floats, Rest::Nothing),
+            Self::Picks { logits, argmax, picks } => {
+                (argmax.bests(), Output::Greatest, Rest::Picks { logits, argmax, picks })
+            }
         }
     }
 }
@@ -231,7 +257,7 @@ impl CudaTarget {
 
         let (hidden, vocab_size) = (config.hidden_size, config.vocab_size);
         let kernels = Kernels::new(gpu, dtype, config.head_dim)?;
-        let loader_kernels = Kernels::new(gpu, dtype, config.head_dim)?;
+        let loader_kernels = kernels.clone();
         let mut loader = Loader { gpu, kernels: &loader_kernels, source, prefix: "model." };
         let embed_tokens = Rc::new(loader.matrix(&[("embed_tokens", vocab_size)], hidden)?);
         let lm_head = if config.tie_word_embeddings {
@@ -257,17 +283,18 @@ impl CudaTarget {
         Ok(Self {
             stack,
             shared: Rc::new(shared),
-            options,
             taps: taps.to_vec(),
             tap_rows: gpu.allocate(element * width * taps.len() * hidden)?,
             pool: Rc::default(),
             logits: gpu.allocate(4 * width * vocab_size)?,
-            argmax: Argmax::new(gpu, DType::F32, width, vocab_size)?,
+            argmax: Argmax::new(gpu, width, vocab_size)?,
             draw: Draw::new(gpu, width, vocab_size)?,
-            top_two: TopK::new(gpu, DType::F32, 1, vocab_size, 2.min(vocab_size))?,
+            top_two: TopK::new(gpu, 1, vocab_size, 2.min(vocab_size))?,
             input: PassInput::new(gpu, width)?,
             packed: gpu.pinned(width)?,
+            row: gpu.pinned(vocab_size)?,
             graphs: BTreeMap::new(),
+            last: Cell::new((0, true)),
             committed: 0,
             verified: None,
         })
@@ -288,6 +315,7 @@ impl CudaTarget {
         if slot >= width {
             return Err(Error::argument("slot", slot, format!("below {width}")));
         }
+        self.find_logits()?;
         let k = self.top_two.max_k();
         self.top_two.run(gpu, self.logits.at(4 * slot * self.shared.vocab_size), 1, k)?;
         gpu.synchronize()?;
@@ -308,47 +336,66 @@ impl CudaTarget {
         if slot >= width {
             return Err(Error::argument("slot", slot, format!("below {width}")));
         }
+        self.find_logits()?;
         let mut row = vec![0.0; vocab_size];
         self.stack.gpu.download(&self.logits, 4 * slot * vocab_size, &mut row)?;
         Ok(row)
     }
 
-    /// Asks for everything that a pass of `width` rows does, with picks that are drawn or greedy.
-    fn pass(&self, width: usize, drawn: bool) -> Result<()> {
-        let gpu = &self.stack.gpu;
-        self.input.send(gpu, width)?;
-        let taps = TapInto { layers: &self.taps, rows: &self.tap_rows };
-        let inputs = self.input.inputs(width);
-        self.stack.forward(&inputs, &self.shared.embed_tokens, taps)?;
-        self.head(width)?;
-        if drawn {
-            self.draw.run(gpu, &inputs, &self.logits, &self.packed)
-        } else {
-            self.argmax.run(gpu, &self.logits, width, &self.packed)
+    /// Asks for the logits of the last pass, if it left none.
+    fn find_logits(&self) -> Result<()> {
+        let (width, there) = self.last.replace((0, true));
+        if !there {
+            self.shared.head(&self.stack, width, Head::Logits(&self.logits))?;
         }
+        Ok(())
     }
 
-    fn head(&self, width: usize) -> Result<()> {
-        self.shared.head(&self.stack, width, &self.logits)
+    /// Asks for everything that a pass of `width` rows does.
+    fn pass(&self, width: usize, picking: Picking) -> Result<()> {
+        let gpu = &self.stack.gpu;
+        self.input.send(gpu, width)?;
+        let taps = Some(TapInto { layers: &self.taps, rows: &self.tap_rows });
+        let inputs = self.input.inputs(width);
+        self.stack.forward(&inputs, &self.shared.embed_tokens, taps)?;
+        self.shared.head(&self.stack, width, self.head(picking))?;
+        if picking == Picking::Drawn {
+            self.draw.run(gpu, &inputs, &self.logits, &self.packed)?;
+        }
+        Ok(())
+    }
+
+    fn head(&self, picking: Picking) -> Head<'_> {
+        let (logits, argmax, picks) = (&self.logits, &self.argmax, &self.packed);
+        match picking {
+            Picking::Greedy => Head::Picks { logits, argmax, picks },
+            Picking::Drawn | Picking::Host => Head::Logits(logits),
+        }
     }
 
     /// Finds out how the products of a pass are best done, `pass` being one.
-    pub(super) fn plan(&self, width: usize, pass: &dyn Fn() -> Result<()>) -> Result<()> {
-        self.shared.plan(&self.stack, width, &self.logits, pass)
+    fn plan(&self, width: usize, picking: Picking, pass: &dyn Fn() -> Result<()>) -> Result<()> {
+        self.shared.plan(&self.stack, width, self.head(picking), pass)
     }
 
-    /// Runs what `self.input` holds and waits for it; `noise` is what picks are drawn with, if they are.
-    fn run(&mut self, width: usize, noise: Option<NoiseKey>) -> Result<()> {
+    /// Runs what `self.input` holds and waits for it.
+    fn run(&mut self, width: usize, picks: &Picks<'_>) -> Result<()> {
         let gpu = &self.stack.gpu;
-        if let Some(key) = &noise {
-            self.draw.set(key);
-        }
-        let (key, drawn) = ((width, noise.is_some()), noise.is_some());
+        let picking = match picks.noise() {
+            _ if picks.rule() > DEVICE_PICKS => Picking::Host,
+            None => Picking::Greedy,
+            Some(key) => {
+                self.draw.set(&key);
+                Picking::Drawn
+            }
+        };
+        let key = (width, picking);
         if !self.graphs.contains_key(&key) {
-            self.plan(width, &|| self.pass(width, drawn))?;
-            let graph = gpu.capture(|| self.pass(width, drawn))?;
+            self.plan(width, picking, &|| self.pass(width, picking))?;
+            let graph = gpu.capture(|| self.pass(width, picking))?;
             self.graphs.insert(key, graph);
         }
+        self.last.set((width, picking != Picking::Greedy));
         self.graphs[&key].launch()?;
         gpu.synchronize()?;
         self.input.landed();
@@ -357,7 +404,7 @@ impl CudaTarget {
 
     /// Adds the picks of rows of the last pass: tokens where they are what is asked for, else the logits of the rows
     /// that matter.
-    fn hand_over(&self, rows: Range<usize>, picks: &mut Picks<'_>) -> Result<()> {
+    fn hand_over(&mut self, rows: Range<usize>, picks: &mut Picks<'_>) -> Result<()> {
         let device = picks.rule() <= DEVICE_PICKS;
         for row in rows {
             if device {
@@ -368,7 +415,9 @@ impl CudaTarget {
                     None => picks.skip(),
                 }
             } else if picks.wanted() {
-                picks.push_logits(&self.logits(row)?)?;
+                let (gpu, skipped) = (&self.stack.gpu, 4 * row * self.shared.vocab_size);
+                gpu.download(&self.logits, skipped, self.row.as_mut_slice())?;
+                picks.push_logits(self.row.as_slice())?;
             } else {
                 picks.skip();
             }
@@ -379,7 +428,7 @@ impl CudaTarget {
     /// Copies taps of the last pass to memory of their own.
     fn take_taps(&self, slots: &[u32]) -> Result<CudaTaps> {
         let mut taps = self.no_taps();
-        if self.taps.is_empty() {
+        if self.taps.is_empty() || slots.is_empty() {
             return Ok(taps);
         }
         let width = taps.width;
@@ -411,8 +460,8 @@ impl CudaTarget {
             let accepted = format!("the committed length {}", self.committed);
             return Err(Error::argument("start", start, accepted));
         }
-        if start + rows > self.options.max_len {
-            let accepted = format!("at most {} rows", self.options.max_len);
+        if start + rows > self.shared.max_len {
+            let accepted = format!("at most {} rows", self.shared.max_len);
             return Err(Error::argument("max_len", start + rows, accepted));
         }
         Ok(())
@@ -440,10 +489,15 @@ impl CudaTarget {
         (&self.stack.gpu, self.stack.weight_bytes() + head, self.stack.cache_row_bytes())
     }
 
-    /// Asks for the products of a pass and nothing else.
+    /// Asks for the products of a greedy pass and nothing else.
     pub(super) fn products(&self, width: usize) -> Result<()> {
         self.stack.products(width)?;
-        self.head(width)
+        self.shared.head(&self.stack, width, self.head(Picking::Greedy))
+    }
+
+    /// Plans them.
+    pub(super) fn plan_products(&self, width: usize) -> Result<()> {
+        self.plan(width, Picking::Greedy, &|| self.products(width))
     }
 }
 
@@ -452,8 +506,8 @@ impl Verifier for CudaTarget {
     type Error = Error;
 
     fn capabilities(&self) -> Capabilities {
-        let mut capabilities = Capabilities::new(self.shared.vocab_size, self.options.max_len);
-        capabilities.max_slots = self.options.max_slots;
+        let mut capabilities = Capabilities::new(self.shared.vocab_size, self.shared.max_len);
+        capabilities.max_slots = self.shared.max_slots;
         capabilities.device_picks = DEVICE_PICKS;
         capabilities
     }
@@ -476,11 +530,11 @@ impl Verifier for CudaTarget {
         let mut taps = self.no_taps();
         let mut last = None;
         let mut at = start;
-        for chunk in tokens.chunks(self.options.max_slots) {
+        for chunk in tokens.chunks(self.shared.max_slots) {
             let width = padded_to_few(chunk.len(), self.max_width());
             let rows = chunk.iter().enumerate().map(|(row, &token)| (token, (at + row) as u32));
             self.input.write(&self.stack.gpu, width, at, rows, causal)?;
-            self.run(width, noise_of(picks))?;
+            self.run(width, picks)?;
             let slots: Vec<u32> = (0..chunk.len() as u32).collect();
             taps.blocks.extend(self.take_taps(&slots)?.blocks);
             last = Some(chunk.len() - 1);
@@ -498,8 +552,8 @@ impl Verifier for CudaTarget {
         let tree = round.tree();
         self.check_start(round.start(), tree.len())?;
         self.check_tokens(tree.tokens())?;
-        if tree.len() > self.options.max_slots {
-            let accepted = format!("at most {}", self.options.max_slots);
+        if tree.len() > self.shared.max_slots {
+            let accepted = format!("at most {}", self.shared.max_slots);
             return Err(Error::argument("slots", tree.len(), accepted));
         }
         if let Some(mask) = round.mask().filter(|mask| mask.slots() != tree.len()) {
@@ -517,7 +571,7 @@ impl Verifier for CudaTarget {
             })?,
             None => self.input.write(gpu, width, start, rows, causal)?,
         }
-        self.run(width, noise_of(picks))?;
+        self.run(width, picks)?;
         self.hand_over(0..tree.len(), picks)?;
         self.verified = Some(tree.len());
         Ok(())
@@ -544,11 +598,6 @@ impl Verifier for CudaTarget {
 
 /// The most that picks on the GPU honour.
 const DEVICE_PICKS: PickRule = PickRule::Noise;
-
-/// What to draw picks with on the GPU, unless they are greedy or made on the host.
-fn noise_of(picks: &Picks<'_>) -> Option<NoiseKey> {
-    picks.noise().filter(|_| picks.rule() <= DEVICE_PICKS)
-}
 
 /// The mask of a path: every row sees itself and all before it.
 fn causal(row: usize, words: &mut [u64]) {

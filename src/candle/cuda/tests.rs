@@ -2,6 +2,7 @@
 //! `DDTREE_REQUIRE_GPU` set, that is a failure.
 
 mod products;
+mod refusals;
 mod rows;
 mod sampled;
 mod soak;
@@ -115,32 +116,30 @@ fn rows(rng: &mut StdRng, size: usize) -> Vec<Vec<f32>> {
 fn picks_equal_the_hosts() {
     let Some(gpu) = gpu() else { return };
     let mut rng = StdRng::seed_from_u64(1);
-    for dtype in TYPES {
-        for size in [1, 2, 31, 1003, 4096, 49_152, 151_936] {
-            let rows = rows(&mut rng, size);
-            let argmax = Argmax::new(&gpu, dtype, rows.len(), size).unwrap();
-            let (logits, rounded) = upload(&gpu, dtype, &rows.concat());
-            let picks = gpu.pinned(rows.len()).unwrap();
-            // All rows, and then fewer: the counters have to be as they were.
-            for count in [rows.len(), 1, 3] {
-                argmax.run(&gpu, &logits, count, &picks).unwrap();
-                gpu.synchronize().unwrap();
-                for (row, logits) in rounded.chunks(size).take(count).enumerate() {
-                    let expected = top_k::argmax(logits).ok().map(|(token, _)| token);
-                    let found = Argmax::token(picks.as_slice()[row]);
-                    assert_eq!(found, expected, "{dtype:?} {size} row {row} of {count}");
-                }
+    for size in [1, 2, 31, 1003, 4096, 49_152, 151_936] {
+        let rows = rows(&mut rng, size);
+        let argmax = Argmax::new(&gpu, rows.len(), size).unwrap();
+        let logits = gpu.upload(&rows.concat()).unwrap();
+        let picks = gpu.pinned(rows.len()).unwrap();
+        // All rows, and then fewer: the counters have to be as they were.
+        for count in [rows.len(), 1, 3] {
+            argmax.run(&gpu, &logits, count, &picks).unwrap();
+            gpu.synchronize().unwrap();
+            for (row, logits) in rows.iter().take(count).enumerate() {
+                let expected = top_k::argmax(logits).ok().map(|(token, _)| token);
+                let found = Argmax::token(picks.as_slice()[row]);
+                assert_eq!(found, expected, "{size} row {row} of {count}");
             }
         }
-        for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
-            let mut row = random(&mut rng, 5000);
-            row[4321] = bad;
-            let argmax = Argmax::new(&gpu, dtype, 1, row.len()).unwrap();
-            let (logits, picks) = (upload(&gpu, dtype, &row).0, gpu.pinned(1).unwrap());
-            argmax.run(&gpu, &logits, 1, &picks).unwrap();
-            gpu.synchronize().unwrap();
-            assert_eq!(Argmax::token(picks.as_slice()[0]), None, "{dtype:?} {bad}");
-        }
+    }
+    for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
+        let mut row = random(&mut rng, 5000);
+        row[4321] = bad;
+        let argmax = Argmax::new(&gpu, 1, row.len()).unwrap();
+        let (logits, picks) = (gpu.upload(&row).unwrap(), gpu.pinned(1).unwrap());
+        argmax.run(&gpu, &logits, 1, &picks).unwrap();
+        gpu.synchronize().unwrap();
+        assert_eq!(Argmax::token(picks.as_slice()[0]), None, "{bad}");
     }
 }
 
@@ -148,44 +147,55 @@ fn picks_equal_the_hosts() {
 fn top_k_equals_a_full_sort() {
     let Some(gpu) = gpu() else { return };
     let mut rng = StdRng::seed_from_u64(2);
-    for dtype in TYPES {
-        for (size, k) in [
-            (1, 1),
-            (7, 7),
-            (64, 64),
-            (1003, 5),
-            (8192, 64),
-            (8193, 64),
-            (49_152, 1),
-            (49_152, 16),
-            (151_936, 64),
-        ] {
-            let rows = rows(&mut rng, size);
-            let kernel = TopK::new(&gpu, dtype, rows.len(), size, 64.min(size)).unwrap();
-            let (logits, rounded) = upload(&gpu, dtype, &rows.concat());
-            kernel.run(&gpu, logits.pointer(), rows.len(), k).unwrap();
-            gpu.synchronize().unwrap();
-            for (row, logits) in rounded.chunks(size).enumerate() {
-                let mut order: Vec<u32> = (0..size as u32).collect();
-                order.sort_by(|&a, &b| {
-                    let (x, y) = (logits[a as usize], logits[b as usize]);
-                    y.partial_cmp(&x).unwrap().then(a.cmp(&b))
-                });
-                let what = format!("{dtype:?} {size} top {k} row {row}");
-                let (ids, log_probs) = kernel.row(row, k);
-                assert_eq!(ids, &order[..k], "{what}");
-                let sum = top_k::log_sum_exp(logits).unwrap();
-                for (&id, &found) in order.iter().zip(log_probs) {
-                    let expected = (f64::from(logits[id as usize]) - sum) as f32;
-                    let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
-                    assert!(near || found == expected, "{what}: {found} for {expected}");
-                }
+    for (size, k) in [
+        (1, 1),
+        (7, 7),
+        (64, 64),
+        (1003, 5),
+        (8192, 64),
+        (8193, 64),
+        (49_152, 1),
+        (49_152, 16),
+        (151_936, 64),
+        (300_001, 64),
+    ] {
+        let rows = rows(&mut rng, size);
+        let kernel = TopK::new(&gpu, rows.len(), size, 64.min(size)).unwrap();
+        let logits = gpu.upload(&rows.concat()).unwrap();
+        kernel.run(&gpu, logits.pointer(), rows.len(), k).unwrap();
+        gpu.synchronize().unwrap();
+        for (row, logits) in rows.iter().enumerate() {
+            let mut order: Vec<u32> = (0..size as u32).collect();
+            order.sort_by(|&a, &b| {
+                let (x, y) = (logits[a as usize], logits[b as usize]);
+                y.partial_cmp(&x).unwrap().then(a.cmp(&b))
+            });
+            let what = format!("{size} top {k} row {row}");
+            let (ids, log_probs) = kernel.row(row, k);
+            assert_eq!(ids, &order[..k], "{what}");
+            let sum = top_k::log_sum_exp(logits).unwrap();
+            for (&id, &found) in order.iter().zip(log_probs) {
+                let expected = (f64::from(logits[id as usize]) - sum) as f32;
+                let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
+                assert!(near || found == expected, "{what}: {found} for {expected}");
             }
         }
     }
-    assert!(TopK::new(&gpu, DType::F32, 1, 1000, 0).is_err());
-    assert!(TopK::new(&gpu, DType::F32, 1, 1000, 65).is_err());
-    assert!(TopK::new(&gpu, DType::F32, 1, 5, 6).is_err());
+    // What is no distribution is seen to be none.
+    for bad in [f32::NAN, -f32::NAN, f32::INFINITY] {
+        let mut row = random(&mut rng, 5000);
+        row[4321] = bad;
+        for row in [row, vec![f32::NEG_INFINITY; 5000]] {
+            let kernel = TopK::new(&gpu, 1, row.len(), 8).unwrap();
+            let logits = gpu.upload(&row).unwrap();
+            kernel.run(&gpu, logits.pointer(), 1, 8).unwrap();
+            gpu.synchronize().unwrap();
+            assert!(kernel.row(0, 8).1[0].is_nan(), "{bad}");
+        }
+    }
+    assert!(TopK::new(&gpu, 1, 1000, 0).is_err());
+    assert!(TopK::new(&gpu, 1, 1000, 65).is_err());
+    assert!(TopK::new(&gpu, 1, 5, 6).is_err());
 }
 
 /// Parents of a random tree of `n` slots.
@@ -246,12 +256,21 @@ fn attention_on(gpu: &Gpu) {
                 let (qkv, q) = upload(gpu, dtype, &random(&mut rng, width * stride));
                 // What is behind the pass's rows must not matter.
                 let rows = keys + width % 3;
-                let mut plane = || {
+                // Scores that grow from key to key, or a single great one late, so that sums have to be scaled anew.
+                let growth = [0.0, 30.0, 0.0][width % 3];
+                let great = (width % 3 == 2).then_some(keys - 1 - (keys - 1) / 5);
+                let mut plane = |is_key: bool| {
                     let mut plane = random(&mut rng, keys * kv * size);
+                    let each = plane.chunks_exact_mut(kv * size).enumerate();
+                    for (key, row) in each.filter(|_| is_key) {
+                        let grown = 1.0 + growth * key as f32 / keys as f32;
+                        let factor = if great == Some(key) { 30.0 } else { grown };
+                        row.iter_mut().for_each(|x| *x *= factor);
+                    }
                     plane.resize(rows * kv * size, f32::NAN);
                     upload(gpu, dtype, &plane)
                 };
-                let ((k_buffer, k), (v_buffer, v)) = (plane(), plane());
+                let ((k_buffer, k), (v_buffer, v)) = (plane(true), plane(false));
                 let out = gpu.allocate(4 * width * kv * group * size).unwrap();
                 let prefix_buffer = gpu.upload(&[prefix as u32]).unwrap();
                 let mask_buffer = gpu.upload(&mask).unwrap();
@@ -314,8 +333,11 @@ fn commits_move_rows_like_the_host() {
     let Some(gpu) = gpu() else { return };
     let mut rng = StdRng::seed_from_u64(4);
     let kernels = Kernels::new(&gpu, DType::F32, 64).unwrap();
-    let (planes, rows, width, start) = (6, 300, 192, 37);
-    for path_len in [1, 2, 3, 17, 100, 250] {
+    let (planes, rows, start) = (6, 300, 37);
+    // Rows of less and of more than a block moves.
+    for (path_len, width) in
+        [(1, 192), (2, 192), (3, 1024), (17, 192), (100, 1024), (250, 192), (250, 1024)]
+    {
         let mut slots: Vec<u32> = (1..251).collect();
         while slots.len() + 1 > path_len {
             slots.remove(rng.random_range(0..slots.len()));
@@ -348,6 +370,7 @@ fn commits_move_rows_like_the_host() {
     }
 }
 
+/// The tiny target, with the taps of its drafter or none.
 fn tiny(gpu: &Gpu, dtype: DType, taps: bool) -> (CudaTarget, DFlashConfig) {
     let folder = FilePath::new(TINY);
     let config = DecoderConfig::load(folder.join("target")).unwrap();
@@ -447,10 +470,10 @@ fn bf16_and_f16_are_near_f32() {
     let mut rng = StdRng::seed_from_u64(6);
     let text: Vec<u32> = (0..300).map(|_| rng.random_range(0..4096)).collect();
     let logits = |dtype| {
-        let (mut target, _) = tiny(&gpu, dtype, true);
+        let (mut target, _) = tiny(&gpu, dtype, false);
         let mut ids = Vec::new();
         let taps = target.prefill(&Prefill::new(0, &text), &mut Picks::new(&mut ids)).unwrap();
-        assert_eq!(taps.rows(), text.len());
+        assert_eq!(taps.rows(), 0);
         target.logits((text.len() - 1) % CudaOptions::default().max_slots).unwrap()
     };
     let expected = logits(DType::F32);
@@ -516,11 +539,11 @@ fn kernel_times_of(
     let (normed, gate_up, activated) =
         (filled(144 * hidden), filled(144 * 2 * intermediate), filled(144 * intermediate));
     let logits = gpu.upload(&random(&mut StdRng::seed_from_u64(9), 144 * vocab_size)).unwrap();
-    let argmax = Argmax::new(gpu, DType::F32, 144, vocab_size).unwrap();
+    let argmax = Argmax::new(gpu, 144, vocab_size).unwrap();
     let picks = gpu.pinned(144).unwrap();
-    let top_k = TopK::new(gpu, DType::F32, 15, vocab_size, 64).unwrap();
+    let top_k = TopK::new(gpu, 15, vocab_size, 64).unwrap();
     eprintln!(
-        "{heads:?}, hidden {hidden}, prefix {prefix}\nwidth  attend    norm    rope    silu  argmax"
+        "{heads:?}, hidden {hidden}, prefix {prefix}\nwidth  attend    norm    rope    silu   parts  argmax"
     );
     let time = |launch: &dyn Fn(usize) -> crate::candle::Result<()>| microseconds(gpu, 36, launch);
     for rows in [1usize, 8, 16, 24, 64, 72, 128, 136, 144] {
@@ -561,7 +584,11 @@ fn kernel_times_of(
         });
         let silu = time(&|_| kernels.silu_mul(gpu, &gate_up, &activated, rows * intermediate));
         let pick = time(&|_| argmax.run(gpu, &logits, rows, &picks));
-        eprintln!("{rows:>5}  {attend:>6.2}  {norm:>6.2}  {rotate:>6.2}  {silu:>6.2}  {pick:>6.2}");
+        let parts = vocab_size.div_ceil(192);
+        let pick_of_parts = time(&|_| argmax.run_on_parts(gpu, rows, parts, &picks));
+        eprintln!(
+            "{rows:>5}  {attend:>6.2}  {norm:>6.2}  {rotate:>6.2}  {silu:>6.2}  {pick_of_parts:>6.2}  {pick:>6.2}"
+        );
     }
     for k in [1, 4, 16, 64] {
         let select = time(&|_| top_k.run(gpu, logits.pointer(), 15, k));

@@ -9,7 +9,7 @@ use cudarc::driver::sys::{self, CUdeviceptr};
 
 use super::device::{Clusters, Gpu, allow_shared_memory};
 use super::kernels::parameters;
-use super::products::{Operands, Product};
+use super::products::{Operands, Output, Product};
 use crate::candle::Result;
 
 /// Rows of `x` that there are kernels for, and with how many warpgroups.
@@ -78,7 +78,8 @@ impl Tiles {
             allow_shared_memory(&function, memory)?;
             let row_tiles = shape.rows.div_ceil(rows);
             let tiles = shape.outputs.div_ceil(64 * warpgroups) * row_tiles;
-            for splits in 1..=MAX_SPLITS.min(columns) {
+            let most = if shape.output == Output::Greatest { 1 } else { MAX_SPLITS };
+            for splits in 1..=most.min(columns) {
                 let depth = columns.div_ceil(splits);
                 let Some((stages, shared_bytes)) = stages(rows, warpgroups, splits, depth, memory)
                 else {
@@ -96,25 +97,30 @@ impl Tiles {
         Ok(ways)
     }
 
+    /// Outputs of a block.
+    fn outputs(&self) -> usize {
+        64 * self.warpgroups
+    }
+
+    /// Blocks that share `outputs` outputs.
+    pub(super) fn parts(&self, outputs: usize) -> usize {
+        outputs.div_ceil(self.outputs())
+    }
+
     pub(super) fn run(&self, gpu: &Gpu, shape: &Product, operands: Operands) -> Result<()> {
-        let tile_outputs = 64 * self.warpgroups;
+        let tile_outputs = self.outputs();
         let w = matrix(operands.w, shape.dtype, [shape.outputs, shape.inputs], tile_outputs)?;
         let x = matrix(operands.x, shape.dtype, [shape.rows, shape.inputs], self.rows)?;
         let y = operands.y;
-        let output = match (shape.gated, shape.y_dtype, shape.add) {
-            (true, ..) => 3,
-            (false, DType::F32, true) => 2,
-            (false, DType::F32, false) => 1,
-            _ => 0,
-        };
         let sizes = [shape.rows, shape.inputs, shape.outputs, self.stages];
         let [rows, inputs, outputs, stages] = sizes.map(|size| size as i32);
+        let output = shape.output as i32;
         // SAFETY: the types are the kernel's; whoever has the operands checked them against the shape.
         unsafe {
             gpu.launch_clusters(
                 &self.function,
                 (
-                    shape.outputs.div_ceil(tile_outputs) as u32,
+                    self.parts(shape.outputs) as u32,
                     self.splits as u32,
                     shape.rows.div_ceil(self.rows) as u32,
                 ),

@@ -16,6 +16,22 @@ constexpr int MAX_SPLITS = 8;
 // Rows of keys and values in shared memory start 16 bytes apart modulo 128: no bank conflicts.
 template <int D> constexpr int STRIDE = D + 8;
 
+// Copies 16 bytes to shared memory in the background, or zeroes them.
+__device__ __forceinline__ void copy_async(unsigned to, const void *from, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;\n" ::"r"(to), "l"(from), "r"(valid ? 16 : 0));
+}
+
+template <bool TRANSPOSED> __device__ __forceinline__ void load_matrices(unsigned (&r)[4], const void *p) {
+    if (TRANSPOSED)
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(shared_address(p)));
+    else
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];\n"
+                     : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                     : "r"(shared_address(p)));
+}
+
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;\n"); }
 // Waits until at most `pending` of the groups committed last have not landed.
 __device__ __forceinline__ void wait_copies(int pending) {
@@ -39,6 +55,40 @@ __device__ __forceinline__ void multiply(float (&c)[4], const unsigned (&a)[4], 
                  "{%0,%1,%2,%3};\n"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Warps merge: one leaves its sums and (top, sum) of its rows, another with the same rows adds them.
+template <int N>
+__device__ __forceinline__ void leave_sums(float4 *sums, float2 *norms, const float (&o)[N][4], const Weights &w) {
+    int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+        sums[32 * n + lane] = make_float4(o[n][0], o[n][1], o[n][2], o[n][3]);
+    if (lane % 4 == 0)
+        for (int i = 0; i < 2; ++i)
+            norms[lane / 4 + 8 * i] = make_float2(w.top[i], w.sum[i]);
+}
+template <int N>
+__device__ __forceinline__ void add_sums(const float4 *sums, const float2 *norms, float (&o)[N][4], Weights &w) {
+    int lane = threadIdx.x % 32;
+    float keep[2], weight[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        float2 norm = norms[lane / 4 + 8 * i];
+        float now = fmaxf(w.top[i], norm.x);
+        keep[i] = power_of_two(w.top[i] - finite(now));
+        weight[i] = power_of_two(norm.x - finite(now));
+        w.top[i] = now;
+        w.sum[i] = w.sum[i] * keep[i] + norm.y * weight[i];
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+        float4 x = sums[32 * n + lane];
+        o[n][0] = o[n][0] * keep[0] + x.x * weight[0];
+        o[n][1] = o[n][1] * keep[0] + x.y * weight[0];
+        o[n][2] = o[n][2] * keep[1] + x.z * weight[1];
+        o[n][3] = o[n][3] * keep[1] + x.w * weight[1];
+    }
 }
 
 // Units of keys, shared out among the splits. The last ones may have none.
@@ -193,7 +243,7 @@ __device__ void attend(const T *q, int q_stride, const T *k_cache, const T *v_ca
     while (in_flight < stages && loaded < share.count &&
            (share.first + min(loaded + key_warps, share.count)) * UNIT <= before)
         load_step();
-    inputs_ready();
+    await_inputs();
 
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int key_warp = 0, row_warp = warp;

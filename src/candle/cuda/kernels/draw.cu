@@ -77,8 +77,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
             if (token < size)
                 best = max(best, pack(order(logits[token]), token));
         }
-        for (int offset = 16; offset > 0; offset /= 2)
-            best = max(best, __shfl_xor_sync(FULL_WARP, best, offset));
+        best = warp_greatest(best);
         if (lane == 0)
             greatest[j] = best;
     }

@@ -16,3 +16,9 @@ __device__ __forceinline__ float value(uint32_t key) {
 }
 
 __device__ __forceinline__ uint64_t pack(uint32_t key, uint32_t id) { return (uint64_t)key << 32 | (uint32_t)~id; }
+
+__device__ __forceinline__ uint64_t warp_greatest(uint64_t x) {
+    for (int offset = 16; offset > 0; offset /= 2)
+        x = max(x, __shfl_xor_sync(0xffffffffu, x, offset));
+    return x;
+}

@@ -1,5 +1,5 @@
 // Queries and keys on their way from the projection to attention: bias, norm per head, rotation, and the write of
-// keys and values into the cache. One warp per row and head.
+// keys and values into the cache. Half a warp per row and head.
 
 #include "common.cuh"
 
@@ -12,14 +12,15 @@ __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const flo
                            const float2 *rope, const uint32_t *positions, const uint32_t *prefix, T *k_cache,
                            T *v_cache, int rows, int layers, int q_heads, int kv_heads, size_t layer_stride) {
     // A lane has N neighbours in each half of the head.
-    constexpr int N = D / 64;
+    constexpr int LANES = 16, N = D / 2 / LANES;
     dependents_may_start();
-    int heads = q_heads + 2 * kv_heads, row_heads = layers * heads;
-    int unit = blockIdx.x * blockDim.y + threadIdx.y, row = unit / row_heads, row_head = unit % row_heads;
-    int layer = row_head / heads, head = row_head % heads;
-    if (row >= rows)
-        return;
-    int i = N * threadIdx.x;
+    int heads = q_heads + 2 * kv_heads, row_heads = layers * heads, units = rows * row_heads;
+    int unit = (blockIdx.x * blockDim.x + threadIdx.x) / LANES;
+    bool exists = unit < units;
+    // Lanes without a head go along with the last one.
+    unit = min(unit, units - 1);
+    int row = unit / row_heads, row_head = unit % row_heads, layer = row_head / heads, head = row_head % heads;
+    int i = N * (threadIdx.x % LANES);
     bool is_query = head < q_heads, is_value = head >= q_heads + kv_heads;
     // Weights, positions and the prefix are there already.
     const float *norm = is_value ? nullptr : is_query ? q_norm : k_norm;
@@ -43,7 +44,7 @@ __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const flo
         to = (is_value ? v_cache : k_cache) + layer * layer_stride + (cache_row * kv_heads + kv_head) * D + i;
     }
 
-    inputs_ready();
+    await_inputs();
     Floats<N> a = load<N>(from), b = load<N>(from + D / 2);
     float squares = 0.0f;
 #pragma unroll
@@ -52,8 +53,11 @@ __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const flo
         b.v[n] += b_bias.v[n];
         squares += a.v[n] * a.v[n] + b.v[n] * b.v[n];
     }
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset /= 2)
+        squares += __shfl_xor_sync(FULL_WARP, squares, offset);
     if (norm) {
-        float scale = rsqrtf(warp_sum(squares) / D + eps);
+        float scale = rsqrtf(squares / D + eps);
 #pragma unroll
         for (int n = 0; n < N; ++n) {
             a.v[n] *= scale * a_norm.v[n];
@@ -66,8 +70,10 @@ __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const flo
         a.v[n] = x * angle[n].x - y * angle[n].y;
         b.v[n] = y * angle[n].x + x * angle[n].y;
     }
-    store(to, a);
-    store(to + D / 2, b);
+    if (exists) {
+        store(to, a);
+        store(to + D / 2, b);
+    }
 }
 
 #define KERNEL(T, D)                                                                                                   \

@@ -1,30 +1,23 @@
-// Picks and top-k of rows of logits, without a copy of the logits to the host.
+// Picks and top-k of rows of f32 logits, without a copy of the logits to the host.
 
 #include "common.cuh"
 #include "keys.cuh"
 
 // Four entries of a row from `i`, a multiple of four, on; -inf beyond the row.
-template <typename T> __device__ __forceinline__ Floats<4> load_within(const T *row, int i, int size) {
+__device__ __forceinline__ Floats<4> load_within(const float *row, int i, int size) {
     // Rows of other sizes do not all begin where four can be loaded at once.
     if (size % 4 == 0 && i < size)
         return load<4>(row + i);
     Floats<4> x;
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-        x.v[j] = i + j < size ? to_f32(row[i + j]) : NEG_INF;
-    return x;
-}
-
-__device__ __forceinline__ uint64_t warp_greatest(uint64_t x) {
-    for (int offset = 16; offset > 0; offset /= 2)
-        x = max(x, __shfl_xor_sync(FULL_WARP, x, offset));
+        x.v[j] = i + j < size ? row[i + j] : NEG_INF;
     return x;
 }
 
 // best[row] = the greatest packed entry of the row, in memory of the host. `bests` has an entry per part and row,
 // `counters` one zero a row, and has it again afterwards. Grid (parts, rows).
-template <typename T>
-__device__ void argmax(const T *logits, uint64_t *bests, unsigned *counters, uint64_t *best, int size) {
+extern "C" __global__ void argmax(const float *logits, uint64_t *bests, unsigned *counters, uint64_t *best, int size) {
     __shared__ uint64_t found[32];
     size_t row = blockIdx.y;
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -58,12 +51,30 @@ __device__ void argmax(const T *logits, uint64_t *bests, unsigned *counters, uin
         best[row] = mine;
 }
 
+// best[row] = the greatest of the row's `parts` entries, in memory of the host. A block per row.
+extern "C" __global__ void __launch_bounds__(256) greatest(const uint64_t *bests, uint64_t *best, int parts) {
+    __shared__ uint64_t found[8];
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    inputs_ready();
+    uint64_t mine = 0;
+    for (int part = threadIdx.x; part < parts; part += blockDim.x)
+        mine = max(mine, bests[(size_t)blockIdx.x * parts + part]);
+    mine = warp_greatest(mine);
+    if (lane == 0)
+        found[warp] = mine;
+    __syncthreads();
+    if (warp > 0)
+        return;
+    mine = warp_greatest(lane < blockDim.x / 32 ? found[lane] : uint64_t(0));
+    if (lane == 0)
+        best[blockIdx.x] = mine;
+}
+
 // Entries of a chunk, of which a warp has four a lane.
 constexpr int CHUNK = 128;
 
 // The greatest key of each chunk of a row, and (max, sum of exponentials). Grid (parts, rows).
-template <typename T>
-__device__ void chunk_best(const T *logits, uint32_t *keys, float2 *norms, int size, int chunks) {
+extern "C" __global__ void chunk_best(const float *logits, uint32_t *keys, float2 *norms, int size, int chunks) {
     int lane = threadIdx.x % 32, warps = blockDim.x / 32;
     size_t row = blockIdx.y;
     logits += row * size;
@@ -155,9 +166,9 @@ __device__ uint32_t select(Key key, int count, int wanted, Take take) {
 //
 // The k chunks with the greatest entries have the k best of all, and what is below the least of these k is not among
 // them; with fewer chunks, everything may be.
-template <typename T>
-__device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms, uint32_t *ids, float *log_probs,
-                      int size, int chunks, int k) {
+extern "C" __global__ void __launch_bounds__(THREADS)
+    top_k(const float *logits, const uint32_t *keys, const float2 *norms, uint32_t *ids, float *log_probs, int size,
+          int chunks, int k) {
     __shared__ int taken;
     __shared__ uint16_t chosen[MAX_K];
     __shared__ uint64_t found[SORTED];
@@ -216,7 +227,7 @@ __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms
         int count = (entries + THREADS - 1) / THREADS;
         auto key = [&](int j) {
             int e = t * count + j, i = e < entries ? index(e) : size;
-            return i < size ? order(to_f32(logits[i])) : 0;
+            return i < size ? order(logits[i]) : 0;
         };
         select(key, count, k, [&](int j, int place) { found[place] = pack(key(j), index(t * count + j)); });
         reached = k;
@@ -248,21 +259,3 @@ __device__ void top_k(const T *logits, const uint32_t *keys, const float2 *norms
         }
     }
 }
-
-#define KERNELS(T)                                                                                                     \
-    extern "C" __global__ void argmax_##T(const T *logits, uint64_t *bests, unsigned *counters, uint64_t *best,        \
-                                          int size) {                                                                  \
-        argmax<T>(logits, bests, counters, best, size);                                                                \
-    }                                                                                                                  \
-    extern "C" __global__ void chunk_best_##T(const T *logits, uint32_t *keys, float2 *norms, int size, int chunks) {  \
-        chunk_best<T>(logits, keys, norms, size, chunks);                                                              \
-    }                                                                                                                  \
-    extern "C" __global__ void __launch_bounds__(THREADS)                                                              \
-        top_k_##T(const T *logits, const uint32_t *keys, const float2 *norms, uint32_t *ids, float *log_probs,         \
-                  int size, int chunks, int k) {                                                                       \
-        top_k<T>(logits, keys, norms, ids, log_probs, size, chunks, k);                                                \
-    }
-
-KERNELS(f32)
-KERNELS(bf16)
-KERNELS(f16)

@@ -112,7 +112,7 @@ fn coupled_lists_are_those_of_noisy_scores() {
         for temperature in [1e-6f32, 0.7, 1.3] {
             let (seed, root) = (rng.random(), rng.random_range(0..40_000u32));
             let mut couple = Couple::new(&gpu, size).unwrap();
-            let top_k = TopK::new(&gpu, DType::F32, rows.len(), size, k).unwrap();
+            let top_k = TopK::new(&gpu, rows.len(), size, k).unwrap();
             let logits = gpu.upload(&rows.concat()).unwrap();
             let root_buffer = gpu.upload(&[root]).unwrap();
             couple.set(&NoiseKey { seed, temperature, position: 0 });
@@ -182,13 +182,22 @@ fn sampled_texts_are_the_cpus_whatever_the_algorithm() {
 #[test]
 fn picks_pass_the_conformance_kit() {
     let Some(gpu) = gpu() else { return };
-    let (mut target, _) = tiny(&gpu, DType::F32, true);
+    let (mut target, _) = tiny(&gpu, DType::F32, false);
     assert_eq!(target.capabilities().device_picks, crate::PickRule::Noise);
     let tree = DraftTree::from_parents(&[3, 1, 9, 4, 2, 7, 7], &[-1, 0, 0, 1, 1, 2, 5]).unwrap();
     let warm = || Sampling::new().temperature(0.8).seed(6);
     for sampling in [warm(), Sampling::new(), warm().seed(9), warm().top_k(4), warm().min_p(0.1)] {
         crate::conformance::check_picks(&mut target, &[5, 1, 2], &tree, &sampling).unwrap();
     }
+}
+
+#[cfg(feature = "conformance")]
+#[test]
+fn the_target_passes_the_conformance_kit() {
+    let Some(gpu) = gpu() else { return };
+    let (mut target, _) = tiny(&gpu, DType::F32, true);
+    let report = crate::conformance::Kit::new(&mut target).run();
+    assert!(report.passed(), "{report}");
 }
 
 /// Microseconds of sampled beside greedy picks, and of the noise of a draft of 15 depths, at the vocabulary of Qwen3.
@@ -202,7 +211,7 @@ fn noise_times() {
     let logits = gpu.upload(&values).unwrap();
     let positions = gpu.upload(&[77u32; 136]).unwrap();
     let mut draw = Draw::new(&gpu, 136, size).unwrap();
-    let argmax = Argmax::new(&gpu, DType::F32, 136, size).unwrap();
+    let argmax = Argmax::new(&gpu, 136, size).unwrap();
     let picks = gpu.pinned(136).unwrap();
     let mut couple = Couple::new(&gpu, size).unwrap();
     let key = NoiseKey { seed: 5, temperature: 0.8, position: 0 };

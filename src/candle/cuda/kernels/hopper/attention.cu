@@ -124,7 +124,7 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
         masks[i] = mask[first_slot * mask_words + i];
     __syncthreads();
     cluster_wait();
-    inputs_ready();
+    await_inputs();
 
     if (warpgroup == warpgroups) {
         if (asks) {

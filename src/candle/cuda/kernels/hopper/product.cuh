@@ -9,6 +9,7 @@
 // The weight's first tiles are asked for before the kernels ahead are done.
 #pragma once
 
+#include "../keys.cuh"
 #include "hopper.cuh"
 
 // Columns of a tile: 128 bytes.
@@ -57,8 +58,9 @@ MULTIPLIES(bf16)
 MULTIPLIES(f16)
 
 // What becomes of the sums. GATED: outputs are eight gates, eight ups and so on; `y` is [rows, outputs / 2] of silu(gate) * up,
-// both rounded before as if they had been written.
-enum Output { AS_ELEMENTS, AS_F32, ADDED_TO_F32, GATED };
+// both rounded before as if they had been written. GREATEST, without splits: `y` is [rows, blocks of outputs] of the greatest
+// packed sum.
+enum Output { AS_ELEMENTS, AS_F32, ADDED_TO_F32, GATED, GREATEST };
 
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
@@ -114,8 +116,10 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     int x_row = blockIdx.z * N;
     bool is_f32 = output == AS_F32 || output == ADDED_TO_F32;
     rows = min(rows - x_row, N);
-    y = static_cast<char *>(y) +
-        (size_t)x_row * (output == GATED ? outputs / 2 : outputs) * (is_f32 ? sizeof(float) : sizeof(T));
+    size_t row_bytes = output == GREATEST ? gridDim.x * sizeof(uint64_t)
+                       : output == GATED  ? outputs / 2 * sizeof(T)
+                                          : outputs * (is_f32 ? sizeof(float) : sizeof(T));
+    y = static_cast<char *>(y) + x_row * row_bytes;
 
     // Each split adds up some rows: pairs of rows in turn if threads send them, else rows that lie together.
     int pairs = (rows + 1) / 2;
@@ -301,9 +305,36 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
             write_pair(sums(n), of_row(n, 0), first_place);
         return;
     }
-    // Elements, by rows, in the place of the tiles: all warpgroups are done with them. A gate and its up are sums of one
-    // thread.
+    // All warpgroups are done with the tiles, the place of which results take.
     warpgroups_meet();
+    if (output == GREATEST) {
+        constexpr int WARPS = 4 * WARPGROUPS;
+        uint64_t *found = reinterpret_cast<uint64_t *>(tiles);
+        // The outputs of a warp exist or do not.
+        int first = first_output + first_place;
+        bool exist = first - lane / 4 < outputs;
+#pragma unroll
+        for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                uint64_t mine = max(pack(order(d[4 * n + c]), first), pack(order(d[4 * n + c + 2]), first + 8));
+#pragma unroll
+                for (int offset = 4; offset < 32; offset *= 2)
+                    mine = max(mine, __shfl_xor_sync(FULL_WARP, mine, offset));
+                if (lane < 4)
+                    found[of_row(n, c) * WARPS + warp] = exist ? mine : 0;
+            }
+        warpgroups_meet();
+        for (int row = threadIdx.x; row < rows; row += 128 * WARPGROUPS) {
+            uint64_t greatest = 0;
+#pragma unroll
+            for (int i = 0; i < WARPS; ++i)
+                greatest = max(greatest, found[row * WARPS + i]);
+            static_cast<uint64_t *>(y)[(size_t)row * gridDim.x + blockIdx.x] = greatest;
+        }
+        return;
+    }
+    // Elements, by rows. A gate and its up are sums of one thread.
     bool pairs_up = output == GATED;
     int tile_elements = pairs_up ? OUTPUTS / 2 : OUTPUTS, stride = tile_elements + 8;
     int first = pairs_up ? first_output / 2 : first_output, size = pairs_up ? outputs / 2 : outputs;

@@ -202,6 +202,11 @@ const MARKERS: &[(&str, Neutral, &str)] = &[
         Neutral::Absent,
         "the anchor-first layout, where slot k predicts position k + 1",
     ),
+    (
+        "query_zero_predicts_next",
+        Neutral::Absent,
+        "the anchor-first layout, where slot k predicts position k + 1",
+    ),
     ("attention_sink_bias", Neutral::Absent, "attention sinks"),
     ("attention_value_scale", Neutral::One, "scaled attention values"),
     ("input_embedding_scale", Neutral::One, "scaled embeddings"),

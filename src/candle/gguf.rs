@@ -165,7 +165,8 @@ impl Gguf {
     /// converted to `dtype` as a model takes them.
     ///
     /// # Errors
-    /// A `dtype` the backend does not compute in; tensors whose heads cannot be told apart.
+    /// A `dtype` the backend does not compute in; two tensors of one Hugging Face name; a missing or
+    /// ill-typed number of heads.
     pub fn into_weights(
         self,
         dtype: DType,
@@ -187,7 +188,14 @@ impl Gguf {
                 _ => None,
             };
             let shape = info.shape.dims().to_vec();
-            names.insert(published_name(name), Entry { name: name.clone(), shape, interleaved });
+            let entry = Entry { name: name.clone(), shape, interleaved };
+            let published = published_name(name);
+            if let Some(other) = names.insert(published.clone(), entry) {
+                let mut both = [name, &other.name];
+                both.sort();
+                let found = format!("`{}` and `{}`", both[0], both[1]);
+                return Err(Error::config(published, found, "one tensor of this name"));
+            }
         }
         let source = GgufSource { content: self.content, reader: self.reader, names, rounding };
         Weights::from_gguf(source, dtype, device)

@@ -338,6 +338,30 @@ fn case_6_gguf_files_that_do_not_fit_are_refused() {
     }
 }
 
+/// Which of the two is meant would depend on the order of a map.
+#[test]
+fn two_tensors_of_one_published_name_are_refused() {
+    let config = config(Architecture::Llama, json!({}));
+    let tensors = random_tensors(&config, 60);
+    let file = file();
+    let stored: Vec<(String, QTensor)> = tensors
+        .iter()
+        .flat_map(|(name, tensor)| {
+            let names = if name == "model.norm.weight" { vec![name.clone()] } else { vec![] };
+            let tensor = || QTensor::quantize(tensor, GgmlDType::F32).unwrap();
+            names.into_iter().chain([gguf_name(name)]).map(move |name| (name, tensor()))
+        })
+        .collect();
+    let stored: Vec<_> = stored.iter().map(|(name, tensor)| (name.as_str(), tensor)).collect();
+    let metadata = metadata(&config);
+    let metadata: Vec<_> = metadata.iter().map(|(key, value)| (key.as_str(), value)).collect();
+    gguf_file::write(&mut std::fs::File::create(&file.path).unwrap(), &metadata, &stored).unwrap();
+    let error = load(&file.path, Rounding::None).unwrap_err().to_string();
+    let expected = "config field `model.norm.weight`: found `model.norm.weight` and \
+        `output_norm.weight`, accepted: one tensor of this name";
+    assert_eq!(error, expected);
+}
+
 /// A context of 4,294,967,295 tokens, which a corrupted header may declare, costs nothing.
 #[test]
 fn declared_positions_are_not_allocated() {

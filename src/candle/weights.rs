@@ -181,11 +181,7 @@ impl Weights {
                 let map = &maps[owners[name]];
                 let view = map.get(name)?;
                 if !matches!(view.dtype(), Dtype::F64 | Dtype::F32 | Dtype::F16 | Dtype::BF16) {
-                    return Err(Error::TensorType {
-                        name: name.to_owned(),
-                        found: format!("{:?}", view.dtype()),
-                        accepted: "F64, F32, F16, BF16",
-                    });
+                    return Err(no_weight(name, view.dtype()));
                 }
                 map.load(name, &self.device)?
             }
@@ -195,6 +191,9 @@ impl Weights {
                     name: name.to_owned(),
                     expected: shape.to_vec(),
                 })?;
+                if !matches!(tensor.dtype(), DType::F64 | DType::F32 | DType::F16 | DType::BF16) {
+                    return Err(no_weight(name, tensor.dtype()));
+                }
                 // Detached: a tensor of a training variable would keep its graph alive in the cache.
                 tensor.detach().to_device(&self.device)?
             }
@@ -240,6 +239,12 @@ impl Weights {
             .collect();
         if names.is_empty() { Ok(()) } else { Err(Error::UnknownTensors { names }) }
     }
+}
+
+/// The error of a tensor that is stored as `found`.
+fn no_weight(name: &str, found: impl std::fmt::Debug) -> Error {
+    let (name, found) = (name.to_owned(), format!("{found:?}"));
+    Error::TensorType { name, found, accepted: "F64, F32, F16, BF16" }
 }
 
 /// `weight_map` of an index file: tensor name to file, which must lie beside the index.

@@ -308,35 +308,38 @@ fn a_batch_that_cannot_run_changes_nothing() {
     let tree = DraftTree::new(7);
     let mut first = target(&model, &[1, 2, 3]);
     let mut second = target(&other, &[4, 5]);
-    let run = |start: usize, first: &mut CandleTarget, second: &mut CandleTarget| {
-        let (mut a, mut b) = (Vec::new(), Vec::new());
-        let result = verify_batch(&mut [
-            BatchEntry {
-                target: first,
-                round: Round::new(3, &tree, None),
-                picks: Picks::new(&mut a),
-            },
-            BatchEntry {
-                target: second,
-                round: Round::new(start, &tree, None),
-                picks: Picks::new(&mut b),
-            },
-        ]);
-        (result, a.len(), b.len())
+    let run = |entries: [(&mut CandleTarget, usize); 2]| {
+        let mut ids = [Vec::new(), Vec::new()];
+        let mut batch: Vec<_> = entries
+            .into_iter()
+            .zip(&mut ids)
+            .map(|((target, start), ids)| {
+                let round = Round::new(start, &tree, None);
+                BatchEntry { target, round, picks: Picks::new(ids) }
+            })
+            .collect();
+        let result = verify_batch(&mut batch);
+        (result, ids[0].len(), ids[1].len())
     };
-    let (result, a, b) = run(2, &mut first, &mut second);
+    let (result, a, b) = run([(&mut first, 3), (&mut second, 2)]);
     assert!(result.unwrap_err().to_string().contains("one model for a batch"));
     assert_eq!((a, b), (0, 0));
-    let mut second = target(&model, &[4, 5]);
-    assert!(run(1, &mut first, &mut second).0.is_err());
-    // Nothing to commit, and the rows are as they were.
-    let mut plan = ddtree::CommitPlan::new();
-    let mut outcome = ddtree::Acceptance::new();
-    ddtree::walk(&tree, &[0], &mut outcome).unwrap();
+    let (mut plan, mut outcome) = (CommitPlan::new(), Acceptance::new());
+    walk(&tree, &[0], &mut outcome).unwrap();
     plan.set(3, &outcome);
-    assert!(first.commit(&plan).is_err());
-    assert_eq!((first.cache().len(), second.cache().len()), (3, 2));
-    let (result, a, b) = run(2, &mut first, &mut second);
+    let mut second = target(&model, &[4, 5]);
+    for fails_first in [false, true] {
+        run([(&mut first, 3), (&mut second, 2)]).0.unwrap();
+        let mut entries = [(&mut first, 3), (&mut second, 1)];
+        if fails_first {
+            entries.reverse();
+        }
+        assert!(run(entries).0.is_err());
+        // Nothing to commit, and the rows are as they were.
+        assert!(first.commit(&plan).is_err(), "failing first: {fails_first}");
+        assert_eq!((first.cache().len(), second.cache().len()), (3, 2));
+    }
+    let (result, a, b) = run([(&mut first, 3), (&mut second, 2)]);
     result.unwrap();
     assert_eq!((a, b), (1, 1));
     first.commit(&plan).unwrap();

@@ -132,8 +132,11 @@ pub enum Error {
         accepted: String,
     },
 
-    /// A row of logits holds a NaN or is infinite throughout: the arithmetic overflowed (usually
-    /// `f16` activations), and any token picked from it would be arbitrary.
+    /// A row of logits that the text reaches holds NaN or +inf, or nothing but -inf: the arithmetic
+    /// overflowed (usually `f16` activations), and any token picked from it would be arbitrary.
+    ///
+    /// It is this error wherever the row is picked from. A good row of which bias and constraint leave
+    /// no token is [`NoToken`](crate::Error::NoToken), in [`Core`](Error::Core).
     #[error("logits of row {row} are not finite; run this model in bf16 or f32")]
     NonFiniteLogits {
         /// The row among those asked for.

@@ -2,10 +2,10 @@
 
 use candle_core::{CpuStorage, D, DType, Storage, Tensor};
 
-use super::{DecoderModel, Error, Forward, KvCache, Result, StateMethod, Want};
+use super::{DecoderModel, Error, Forward, KvCache, Output, Result, StateMethod, Want};
 use crate::{
-    AncestorMask, Capabilities, CommitPlan, DraftTree, PickRule, Picks, Prefill, Recurrence, Round,
-    Verifier,
+    Capabilities, CommitPlan, PickRule, Picks, Prefill, Recurrence, Round, Verifier,
+    top_k::LogitsError,
 };
 
 /// Attention scores of one prefill pass at most, over all heads; bounds its memory (64 MiB in f32)
@@ -92,19 +92,13 @@ impl CandleTarget {
         self
     }
 
-    /// Runs `tokens` at the positions in `self.positions`.
-    fn forward(
-        &mut self,
-        start: usize,
-        tokens: &[u32],
-        mask: Option<&AncestorMask>,
-        tree: Option<&DraftTree>,
-        want: Want<'_>,
-    ) -> Result<(Option<Tensor>, Taps)> {
+    /// Runs `tokens` one after another in the rows from `start` on.
+    fn append(&mut self, start: usize, tokens: &[u32], want: Want<'_>) -> Result<Output> {
+        self.positions.clear();
+        self.positions.extend(start as u32..(start + tokens.len()) as u32);
         let (positions, taps) = (&self.positions, &self.taps);
-        let pass = Forward { tokens, positions, start, mask, tree, want, taps };
-        let output = self.model.forward(&mut self.cache, &pass)?;
-        Ok((output.logits, Taps::new(output.taps)))
+        let pass = Forward { tokens, positions, start, mask: None, tree: None, want, taps };
+        self.model.forward(&mut self.cache, &pass)
     }
 }
 
@@ -136,13 +130,11 @@ impl Verifier for CandleTarget {
         let mut logits = None;
         let mut row = start;
         for chunk in tokens.chunks(rows) {
-            self.positions.clear();
-            self.positions.extend(row as u32..(row + chunk.len()) as u32);
             let last = row + chunk.len() == start + tokens.len();
             let want = if last { Want::Last } else { Want::Nothing };
-            let (chunk_logits, taps) = self.forward(row, chunk, None, None, want)?;
-            hidden.extend(taps.hidden);
-            logits = chunk_logits;
+            let output = self.append(row, chunk, want)?;
+            hidden.extend(output.taps);
+            logits = output.logits;
             row += chunk.len();
         }
         let logits = logits
@@ -155,16 +147,9 @@ impl Verifier for CandleTarget {
 
     fn verify(&mut self, round: &Round<'_>, picks: &mut Picks<'_>) -> Result<()> {
         self.verified = None;
-        check_start(round.start(), &self.cache)?;
-        let tree = round.tree();
-        self.positions.clear();
-        self.positions.resize(tree.len(), 0);
-        round.positions_into(&mut self.positions)?;
-        let (logits, taps) =
-            self.forward(round.start(), tree.tokens(), round.mask(), Some(tree), Want::All)?;
-        let logits = logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?;
-        pick(&logits, picks)?;
-        self.verified = Some(Verified { slots: tree.len(), taps });
+        let pass = pass_of(round, &self.cache, &mut self.positions, &self.taps)?;
+        let output = self.model.forward(&mut self.cache, &pass)?;
+        self.verified = Some(picked(output, round, picks)?);
         Ok(())
     }
 
@@ -210,42 +195,57 @@ pub struct BatchEntry<'a> {
 pub fn verify_batch(batch: &mut [BatchEntry<'_>]) -> Result<()> {
     let Some(first) = batch.first() else { return Ok(()) };
     let model = first.target.model.clone();
+    // Of all, before anything can fail.
+    batch.iter_mut().for_each(|entry| entry.target.verified = None);
     let mut passes = Vec::with_capacity(batch.len());
     for BatchEntry { target, round, .. } in &mut *batch {
-        target.verified = None;
-        check_start(round.start(), &target.cache)?;
-        if !target.model.shares_weights_with(&model) {
+        let CandleTarget { model: own, cache, taps, positions, .. } = &mut **target;
+        if !own.shares_weights_with(&model) {
             return Err(Error::argument("target", "another model", "one model for a batch"));
         }
-        let tree = round.tree();
-        target.positions.clear();
-        target.positions.resize(tree.len(), 0);
-        round.positions_into(&mut target.positions)?;
-        let CandleTarget { cache, taps, positions, .. } = &mut **target;
-        let pass = Forward {
-            tokens: tree.tokens(),
-            positions,
-            start: round.start(),
-            mask: round.mask(),
-            tree: Some(tree),
-            want: Want::All,
-            taps,
-        };
+        let pass = pass_of(round, cache, positions, taps)?;
         passes.push((cache, pass));
     }
     let outputs = model.forward_batch(&mut passes)?;
-    for (entry, output) in batch.iter_mut().zip(&outputs) {
-        let logits = output.logits.as_ref();
-        pick(
-            logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?,
-            &mut entry.picks,
-        )?;
-    }
+    let mut verified = Vec::with_capacity(batch.len());
     for (entry, output) in batch.iter_mut().zip(outputs) {
-        let slots = entry.round.tree().len();
-        entry.target.verified = Some(Verified { slots, taps: Taps::new(output.taps) });
+        verified.push(picked(output, &entry.round, &mut entry.picks)?);
+    }
+    for (entry, verified) in batch.iter_mut().zip(verified) {
+        entry.target.verified = Some(verified);
     }
     Ok(())
+}
+
+/// The pass that verifies `round` after the committed rows of `cache`; its positions go into
+/// `positions`.
+fn pass_of<'a>(
+    round: &'a Round<'_>,
+    cache: &KvCache,
+    positions: &'a mut Vec<u32>,
+    taps: &'a [usize],
+) -> Result<Forward<'a>> {
+    check_start(round.start(), cache)?;
+    let tree = round.tree();
+    positions.clear();
+    positions.resize(tree.len(), 0);
+    round.positions_into(positions)?;
+    Ok(Forward {
+        tokens: tree.tokens(),
+        positions,
+        start: round.start(),
+        mask: round.mask(),
+        tree: Some(tree),
+        want: Want::All,
+        taps,
+    })
+}
+
+/// Adds the picks of all slots of `round` and keeps what its commit needs.
+fn picked(output: Output, round: &Round<'_>, picks: &mut Picks<'_>) -> Result<Verified> {
+    let logits = output.logits.ok_or_else(|| Error::argument("tree", "no slot", "a root"))?;
+    pick(&logits, picks)?;
+    Ok(Verified { slots: round.tree().len(), taps: Taps::new(output.taps) })
 }
 
 fn check_start(start: usize, cache: &KvCache) -> Result<()> {
@@ -255,8 +255,11 @@ fn check_start(start: usize, cache: &KvCache) -> Result<()> {
     Err(Error::argument("start", start, format!("the committed length {}", cache.len())))
 }
 
-/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32). The device picks greedily;
-/// for anything else, rows that the text reaches come to the host.
+/// Adds the pick of every row of `logits` (`[rows, vocab_size]`, f32).
+///
+/// # Errors
+/// [`Error::NonFiniteLogits`] for a row that the text reaches and that holds NaN or +inf, or nothing
+/// but -inf, wherever and however it is picked from; otherwise as [`Picks::push_logits`].
 fn pick(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
     let vocab_size = logits.dim(D::Minus1)?;
     let logits = logits.contiguous()?;
@@ -267,28 +270,59 @@ fn pick(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
             (&*storage, layout.contiguous_offsets())
         {
             for row in all[first..end].chunks_exact(vocab_size) {
-                picks.push_logits(row)?;
+                pick_row(row, picks)?;
             }
             return Ok(());
         }
     }
+    pick_on_device(&logits, picks)
+}
+
+/// As [`pick`] where the host cannot read the logits. The device picks greedily; for anything else,
+/// rows that the text reaches come to the host.
+fn pick_on_device(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
     if picks.rule() > PickRule::Argmax {
         for row in 0..logits.dim(0)? {
             if picks.wanted() {
-                picks.push_logits(&logits.get(row)?.to_vec1()?)?;
+                pick_row(&row_alone(logits, row)?.to_vec1()?, picks)?;
             } else {
                 picks.skip();
             }
         }
         return Ok(());
     }
-    for (row, id) in argmax_on_device(&logits)?.into_iter().enumerate() {
-        if id as usize >= vocab_size {
+    let vocab_size = logits.dim(D::Minus1)?;
+    for (row, id) in argmax_on_device(logits)?.into_iter().enumerate() {
+        if (id as usize) < vocab_size {
+            picks.push(id);
+        } else if picks.wanted() {
             return Err(Error::NonFiniteLogits { row });
+        } else {
+            picks.skip();
         }
-        picks.push(id);
     }
     Ok(())
+}
+
+/// Adds the pick of the next row.
+fn pick_row(logits: &[f32], picks: &mut Picks<'_>) -> Result<()> {
+    use LogitsError::{NotANumber, PositiveInfinity};
+    let row = picks.ids().len();
+    picks.push_logits(logits).map_err(|error| match error {
+        crate::Error::Logits { source: NotANumber { .. } | PositiveInfinity { .. }, .. } => {
+            Error::NonFiniteLogits { row }
+        }
+        // Bias and constraint can forbid all tokens of a good row.
+        crate::Error::NoToken { .. } if logits.iter().all(|&logit| logit == f32::NEG_INFINITY) => {
+            Error::NonFiniteLogits { row }
+        }
+        other => other.into(),
+    })
+}
+
+/// A row of a matrix in storage of its own: candle copies all of a view's storage to the host.
+fn row_alone(matrix: &Tensor, row: usize) -> Result<Tensor> {
+    Ok(matrix.get(row)?.force_contiguous()?)
 }
 
 /// The lowest id among the greatest logits of each row, or `vocab_size` for a row with a NaN or
@@ -313,6 +347,7 @@ mod tests {
     use candle_core::Device;
 
     use super::*;
+    use crate::{Algorithm, Config, Plan, Request, Sampling, Session};
 
     /// The path for devices whose memory the host cannot read, run on the CPU.
     #[test]
@@ -337,10 +372,55 @@ mod tests {
             let expected = expected.map_or(4, |()| ids[0]);
             assert_eq!(found, expected, "{row:?}");
         }
-        assert!(pick(&logits, &mut Picks::new(&mut Vec::new())).is_err());
         let good = logits.narrow(0, 0, 4).unwrap();
         let mut ids = Vec::new();
         pick(&good, &mut Picks::new(&mut ids)).unwrap();
         assert_eq!(ids, [1, 1, 0, 3]);
+        pick_on_device(&good, &mut Picks::new(&mut ids)).unwrap();
+        assert_eq!(ids, [1, 1, 0, 3]);
+    }
+
+    /// Picks the first token of a text from `row`, on the host and as for a device.
+    fn pick_first(row: [f32; 4], sampling: Sampling) -> [Result<u32>; 2] {
+        let plan = Config::new(Algorithm::Autoregressive);
+        let plan = Plan::resolve(&plan, &Capabilities::new(4, 16), 0).unwrap();
+        let logits = Tensor::new(&[row], &Device::Cpu).unwrap();
+        [pick, pick_on_device].map(|pick| {
+            let mut session = Session::new(plan.clone());
+            session.start(&Request::new(&[1]).sampling(sampling.clone())).unwrap();
+            let (_, mut picks) = session.prefill().unwrap();
+            pick(&logits, &mut picks).map(|()| picks.ids()[0])
+        })
+    }
+
+    #[test]
+    fn one_fault_is_one_error_however_rows_are_picked_from() {
+        let (nan, inf) = (f32::NAN, f32::INFINITY);
+        let edited = Sampling::new().logit_bias(&[(2, 0.5)]);
+        let settings = [Sampling::new(), Sampling::new().temperature(0.7), edited];
+        for sampling in settings {
+            for row in [[1.0, nan, 2.0, 0.0], [nan; 4], [1.0, inf, 2.0, 0.0], [-inf; 4]] {
+                for picked in pick_first(row, sampling.clone()) {
+                    let refused = matches!(picked, Err(Error::NonFiniteLogits { row: 0 }));
+                    assert!(refused, "{row:?}, {sampling:?}: {picked:?}");
+                }
+            }
+            let found = pick_first([-inf, -inf, 3.0, -inf], sampling);
+            assert!(found.into_iter().all(|picked| picked.unwrap() == 2));
+        }
+        // Nothing is wrong with these logits.
+        let forbidden = Sampling::new().logit_bias(&[(0, -inf), (1, -inf), (2, -inf), (3, -inf)]);
+        for picked in pick_first([1.0, 2.0, 3.0, 4.0], forbidden) {
+            assert!(matches!(picked, Err(Error::Core(crate::Error::NoToken { .. }))), "{picked:?}");
+        }
+    }
+
+    #[test]
+    fn a_row_alone_has_storage_of_its_own() {
+        let logits = Tensor::arange(0f32, 12.0, &Device::Cpu).unwrap().reshape((3, 4)).unwrap();
+        let row = row_alone(&logits, 1).unwrap();
+        let (storage, _) = row.storage_and_layout();
+        let Storage::Cpu(CpuStorage::F32(values)) = &*storage else { panic!("{storage:?}") };
+        assert_eq!(values, &[4.0, 5.0, 6.0, 7.0]);
     }
 }

@@ -111,8 +111,7 @@ fn types_that_are_no_weights_are_refused() {
     save(folder.path(), "model.safetensors", &tensors);
     let weights = Weights::open(folder.path(), DType::F32, &Device::Cpu).unwrap();
     for result in [DecoderModel::new(config.clone(), weights), load(&config, tensors)] {
-        let expected =
-            "tensor `model.norm.weight` is stored as I64, accepted: F64, F32, F16, BF16";
+        let expected = "tensor `model.norm.weight` is stored as I64, accepted: F64, F32, F16, BF16";
         assert_eq!(result.unwrap_err().to_string(), expected);
     }
     let error = Weights::open(folder.path(), DType::U32, &Device::Cpu).unwrap_err();

@@ -228,7 +228,7 @@ fn case_12_logits_that_are_not_finite_are_an_error() {
     let model = build_as(&config, tensors.clone(), DType::F16);
     let mut target = CandleTarget::new(model, 16, &[]).unwrap();
     let error = target.prefill(&prompt, &mut Picks::new(&mut ids)).unwrap_err();
-    assert!(matches!(error, Error::Core(ddtree::Error::Logits { row: 0, .. })), "{error}");
+    assert!(matches!(error, Error::NonFiniteLogits { row: 0 }), "{error}");
     assert!(target.cache().is_empty());
     let mut target = CandleTarget::new(build(&config, tensors), 16, &[]).unwrap();
     target.prefill(&prompt, &mut Picks::new(&mut ids)).unwrap();

@@ -197,6 +197,19 @@ fn mistakes_are_named() {
 }
 
 #[test]
+fn every_cause_of_an_error_is_printed_once() {
+    let folder = tempfile::tempdir().unwrap();
+    for file in ["tokenizer.json", "tokenizer_config.json"] {
+        fs::copy(Path::new(TARGET).join(file), folder.path().join(file)).unwrap();
+    }
+    fs::write(folder.path().join("config.json"), "{").unwrap();
+    let output = run("generate", &["--algorithm=ar", "--target", folder.path().to_str().unwrap()]);
+    for part in ["cannot load", "cannot parse", "EOF while parsing"] {
+        assert_eq!(stderr(&output).matches(part).count(), 1, "{part}: {}", stderr(&output));
+    }
+}
+
+#[test]
 fn conformance_passes_what_the_reference_did() {
     let output = run("conformance", &[&format!("{GOLDENS}/build-trees.json")]);
     assert_eq!((output.status.code(), stdout(&output)), (Some(0), "80 passed, 0 failed\n"));

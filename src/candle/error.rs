@@ -6,6 +6,9 @@ use candle_core::DType;
 ///
 /// Everything about a checkpoint fails closed: a field, tensor or file that is not understood is an
 /// error that names it, what was found, and what would have been accepted.
+///
+/// What another library said is the [`source`](std::error::Error::source) and not repeated in the
+/// message: print the whole chain.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -19,12 +22,12 @@ pub enum Error {
 
     /// The CUDA driver failed.
     #[cfg(feature = "cuda")]
-    #[error("CUDA: {0}")]
+    #[error("CUDA failed")]
     Cuda(#[from] cudarc::driver::DriverError),
 
     /// cuBLAS failed.
     #[cfg(feature = "cuda")]
-    #[error("cuBLAS: {0}")]
+    #[error("cuBLAS failed")]
     Cublas(#[from] cudarc::cublaslt::result::CublasError),
 
     /// A library that GPUs need is not installed.
@@ -36,7 +39,7 @@ pub enum Error {
     },
 
     /// A file could not be read.
-    #[error("{}: {source}", path.display())]
+    #[error("cannot read {}", path.display())]
     Io {
         /// The file or folder.
         path: PathBuf,
@@ -45,7 +48,7 @@ pub enum Error {
     },
 
     /// A JSON file did not parse.
-    #[error("{}: {source}", path.display())]
+    #[error("cannot parse {}", path.display())]
     Json {
         /// The file, or the name given to an in-memory document.
         path: PathBuf,

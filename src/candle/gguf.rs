@@ -9,9 +9,12 @@ use candle_core::quantized::gguf_file::{Content, Value};
 use candle_core::{DType, Device, Tensor};
 
 use super::config::{Architecture, DecoderConfig, check_layers};
-use super::gguf_header::check_alignment;
+use super::gguf_header::is_aligned_to_zero;
 use super::rope::{RopeConfig, RopeScaling};
 use super::{Error, Result, Weights};
+
+/// The input embedding.
+const EMBEDDING: &str = "token_embd.weight";
 
 /// Per-frequency divisors of the rotary embedding (Llama 3's scaling, precomputed by the exporter).
 const ROPE_DIVISORS: &str = "rope_freqs.weight";
@@ -45,7 +48,9 @@ impl Gguf {
         let path = path.as_ref();
         let file = File::open(path).map_err(Error::io(path))?;
         let mut reader = BufReader::new(file);
-        check_alignment(&mut reader).map_err(Error::io(path))?;
+        if is_aligned_to_zero(&mut reader).map_err(Error::io(path))? {
+            return Err(Error::config("general.alignment", 0, "a power of two"));
+        }
         let content = Content::read(&mut reader).map_err(|e| e.with_path(path))?;
         check_sizes(&content)?;
         let field = "general.architecture";
@@ -67,18 +72,15 @@ impl Gguf {
     /// # Errors
     /// A missing, ill-typed or unsupported key; rotary divisors that cannot be read.
     pub fn config(&mut self) -> Result<DecoderConfig> {
-        let embedding = self.shape("token_embd.weight")?;
-        let (vocab_size, hidden_size) = match embedding[..] {
-            [vocab, hidden] => (vocab, hidden),
-            _ => {
-                return Err(Error::TensorShape {
-                    name: "token_embd.weight".to_owned(),
-                    found: embedding,
-                    expected: vec![0, self.positive("embedding_length")?],
-                });
+        let declared = self.positive("embedding_length")?;
+        let (vocab_size, hidden_size) = match self.shape(EMBEDDING) {
+            Some(&[vocab, hidden]) => (vocab, hidden),
+            found => {
+                let found = found.map_or("nothing".to_owned(), |shape| format!("shape {shape:?}"));
+                let accepted = format!("a matrix with rows of {declared}");
+                return Err(Error::config(EMBEDDING, found, accepted));
             }
         };
-        let declared = self.positive("embedding_length")?;
         if declared != hidden_size {
             return Err(Error::config(
                 self.key("embedding_length"),
@@ -201,22 +203,22 @@ impl Gguf {
         Weights::from_gguf(source, dtype, device)
     }
 
+    fn rope_divisors(&mut self, rotary_dim: usize) -> Result<Option<Vec<f32>>> {
+        let Some(shape) = self.shape(ROPE_DIVISORS) else { return Ok(None) };
+        if shape != [rotary_dim / 2] {
+            return Err(Error::TensorShape {
+                name: ROPE_DIVISORS.to_owned(),
+                found: shape.to_vec(),
+                expected: vec![rotary_dim / 2],
+            });
+        }
+        let cpu = Device::Cpu;
+        let tensor = self.content.tensor(&mut self.reader, ROPE_DIVISORS, &cpu)?;
+        Ok(Some(tensor.dequantize(&cpu)?.to_vec1::<f32>()?))
+    }
+
     fn rope_scaling(&mut self, context: usize, rotary_dim: usize) -> Result<(RopeScaling, usize)> {
-        let divisors = if self.content.tensor_infos.contains_key(ROPE_DIVISORS) {
-            let shape = self.shape(ROPE_DIVISORS)?;
-            if shape != [rotary_dim / 2] {
-                return Err(Error::TensorShape {
-                    name: ROPE_DIVISORS.to_owned(),
-                    found: shape,
-                    expected: vec![rotary_dim / 2],
-                });
-            }
-            let cpu = Device::Cpu;
-            let tensor = self.content.tensor(&mut self.reader, ROPE_DIVISORS, &cpu)?;
-            Some(tensor.dequantize(&cpu)?.to_vec1::<f32>()?)
-        } else {
-            None
-        };
+        let divisors = self.rope_divisors(rotary_dim)?;
         self.check_scaling_keys()?;
         let field = self.key("rope.scaling.type");
         let factor = self.scaling_factor()?;
@@ -320,12 +322,8 @@ impl Gguf {
         format!("{}.{key}", self.name)
     }
 
-    fn shape(&self, tensor: &str) -> Result<Vec<usize>> {
-        let info = self.content.tensor_infos.get(tensor).ok_or_else(|| Error::MissingTensor {
-            name: tensor.to_owned(),
-            expected: Vec::new(),
-        })?;
-        Ok(info.shape.dims().to_vec())
+    fn shape(&self, tensor: &str) -> Option<&[usize]> {
+        self.content.tensor_infos.get(tensor).map(|info| info.shape.dims())
     }
 
     /// A whole number; 0 counts as absent, as exporters write it for "none".
@@ -386,7 +384,7 @@ fn check_sizes(content: &Content) -> Result<()> {
 /// The Hugging Face name of a GGUF tensor; a name without one stays, and is reported as unknown.
 fn published_name(name: &str) -> String {
     match name {
-        "token_embd.weight" => return "model.embed_tokens.weight".to_owned(),
+        EMBEDDING => return "model.embed_tokens.weight".to_owned(),
         "output_norm.weight" => return "model.norm.weight".to_owned(),
         "output.weight" => return "lm_head.weight".to_owned(),
         _ => {}

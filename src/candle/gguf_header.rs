@@ -1,6 +1,6 @@
 //! What candle's reader of GGUF headers takes for granted.
 
-use std::io::{Error, ErrorKind, Read, Result, Seek, SeekFrom};
+use std::io::{ErrorKind, Read, Result, Seek, SeekFrom};
 
 /// The key whose value candle divides by.
 const ALIGNMENT: &[u8] = b"general.alignment";
@@ -8,19 +8,15 @@ const ALIGNMENT: &[u8] = b"general.alignment";
 /// Arrays of arrays are read down to this depth; candle refuses them earlier.
 const DEPTH: usize = 65;
 
-/// Refuses a file whose tensors are aligned to multiples of 0, on which candle panics. Any other damage
+/// Whether the tensors of a file are aligned to multiples of 0, on which candle panics. Any other damage
 /// is left for candle to report. `reader` starts and ends at the beginning.
 ///
 /// # Errors
-/// An alignment of 0, or a reader that fails to seek.
-pub(super) fn check_alignment(reader: &mut (impl Read + Seek)) -> Result<()> {
+/// A reader that fails to seek.
+pub(super) fn is_aligned_to_zero(reader: &mut (impl Read + Seek)) -> Result<bool> {
     let aligned_to_zero = Header { reader, wide: true }.aligned_to_zero();
     reader.seek(SeekFrom::Start(0))?;
-    if aligned_to_zero.unwrap_or(false) {
-        let message = "`general.alignment`: found 0, accepted: a power of two";
-        return Err(Error::new(ErrorKind::InvalidData, message));
-    }
-    Ok(())
+    Ok(aligned_to_zero.unwrap_or(false))
 }
 
 struct Header<'a, R> {

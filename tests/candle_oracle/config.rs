@@ -229,15 +229,23 @@ fn ill_typed_and_missing_fields_are_named() {
     assert_eq!(error.to_string(), expected);
 }
 
+/// What the source says is not in the message as well: chains are printed whole.
+fn assert_said_once(error: &Error) {
+    let source = std::error::Error::source(error).unwrap().to_string();
+    assert!(!source.is_empty() && !error.to_string().contains(&source), "{error}: {source}");
+}
+
 #[test]
 fn files_that_are_no_json_object_are_named() {
     let folder = tempfile::tempdir().unwrap();
     let error = DecoderConfig::load(folder.path()).unwrap_err();
     assert!(matches!(&error, Error::Io { path, .. } if path.ends_with("config.json")), "{error}");
+    assert_said_once(&error);
     for text in ["", "[]", "{\"a\":", "3"] {
         std::fs::write(folder.path().join("config.json"), text).unwrap();
         let error = DecoderConfig::load(folder.path()).unwrap_err();
         assert!(matches!(&error, Error::Json { path, .. } if path.ends_with("config.json")));
         assert!(error.to_string().contains("config.json"), "{error}");
+        assert_said_once(&error);
     }
 }

@@ -310,13 +310,27 @@ fn case_6_gguf_files_that_do_not_fit_are_refused() {
         matches!(&unknown, Err(Error::UnknownTensors { names }) if names == &["blk.0.ffn_gate_inp.weight"]),
         "{unknown:?}"
     );
-    for name in ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight"] {
-        let mut changed = tensors.clone();
-        changed.remove(name);
-        assert!(matches!(attempt(&changed, &[]), Err(Error::MissingTensor { .. })), "{name}");
-        changed.insert(name.into(), Tensor::zeros((8, 31), DType::F32, &Device::Cpu).unwrap());
-        assert!(attempt(&changed, &[]).is_err(), "{name}");
-    }
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+    let name = "model.layers.1.self_attn.k_proj.weight";
+    let mut changed = tensors.clone();
+    changed.remove(name);
+    assert!(matches!(attempt(&changed, &[]), Err(Error::MissingTensor { .. })));
+    changed.insert(name.into(), zeros(&[8, 31]));
+    assert!(matches!(attempt(&changed, &[]), Err(Error::TensorShape { .. })));
+
+    // Sizes are read from the embedding.
+    let mut changed = tensors.clone();
+    changed.remove("model.embed_tokens.weight");
+    let accepted = "accepted: a matrix with rows of 32";
+    let missing = attempt(&changed, &[]).unwrap_err().to_string();
+    assert_eq!(missing, format!("config field `token_embd.weight`: found nothing, {accepted}"));
+    changed.insert("model.embed_tokens.weight".into(), zeros(&[32]));
+    let vector = attempt(&changed, &[]).unwrap_err().to_string();
+    assert_eq!(vector, format!("config field `token_embd.weight`: found shape [32], {accepted}"));
+    changed.insert("model.embed_tokens.weight".into(), zeros(&[61, 31]));
+    assert!(
+        matches!(attempt(&changed, &[]), Err(Error::Config { field, .. }) if field == "llama.embedding_length")
+    );
     for (key, value) in [
         ("llama.block_count", Meta::U32(u32::MAX)),
         ("general.architecture", Meta::String("gemma3".into())),

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use super::rope::{RopeConfig, RopeScaling};
+use super::rope::{RopeConfig, RopeScaling, yarn_attention_factor, yarn_reach};
 use super::{Error, Result};
 
 /// Refuses more layers than any model has: a damaged count must not become an allocation. `field` is
@@ -494,7 +494,8 @@ fn rope_config(
         "default" => (RopeScaling::Default, &[]),
         "dynamic" => {
             rope.positive_f64("factor")?;
-            (RopeScaling::Default, &["factor", "original_max_position_embeddings"])
+            let scaling = RopeScaling::Dynamic { max_position: max_positions };
+            (scaling, &["factor", "original_max_position_embeddings"])
         }
         "linear" => (RopeScaling::Linear { factor: rope.positive_f64("factor")? }, &["factor"]),
         "llama3" => {
@@ -527,13 +528,13 @@ fn rope_config(
                 Some(_) => rope.positive_f64("factor")?,
                 None => max_positions as f64 / original as f64,
             };
-            reach = reach.max((original as f64 * factor) as u32 as usize);
+            reach = reach.max(yarn_reach(original, factor));
             let scaling = RopeScaling::Yarn {
                 factor,
                 beta_fast: rope.opt_positive_f64("beta_fast")?.unwrap_or(32.0),
                 beta_slow: rope.opt_positive_f64("beta_slow")?.unwrap_or(1.0),
                 original_max_position: original,
-                attention_factor: yarn_attention_factor(&rope, factor)?,
+                attention_factor: attention_factor(&rope, factor)?,
                 truncate: rope.bool("truncate", true)?,
             };
             (scaling, YARN_KEYS)
@@ -572,11 +573,11 @@ const YARN_KEYS: &[&str] = &[
 
 /// The factor given, else the one that the paper derives from the interpolation factor, with the
 /// two `mscale` weights where both are given.
-fn yarn_attention_factor(rope: &Fields<'_>, factor: f64) -> Result<f64> {
+fn attention_factor(rope: &Fields<'_>, factor: f64) -> Result<f64> {
     if let Some(factor) = rope.opt_positive_f64("attention_factor")? {
         return Ok(factor);
     }
-    let derived = |weight: f64| if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 };
+    let derived = |weight| yarn_attention_factor(factor, weight);
     let (mscale, all_dim) = (rope.opt_f64("mscale")?, rope.opt_f64("mscale_all_dim")?);
     Ok(match (mscale.filter(|m| *m != 0.0), all_dim.filter(|m| *m != 0.0)) {
         (Some(mscale), Some(all_dim)) => derived(mscale) / derived(all_dim),

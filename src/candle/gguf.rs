@@ -10,7 +10,7 @@ use candle_core::{DType, Device, Tensor};
 
 use super::config::{Architecture, DecoderConfig, check_layers};
 use super::gguf_header::is_aligned_to_zero;
-use super::rope::{RopeConfig, RopeScaling};
+use super::rope::{RopeConfig, RopeScaling, yarn_attention_factor, yarn_reach};
 use super::{Error, Result, Weights};
 
 /// The input embedding.
@@ -248,16 +248,15 @@ impl Gguf {
                 let original = original.unwrap_or(context);
                 let beta_fast = self.opt_positive_f64("rope.scaling.yarn_beta_fast")?;
                 let beta_slow = self.opt_positive_f64("rope.scaling.yarn_beta_slow")?;
-                let derived = if factor > 1.0 { 0.1 * factor.ln() + 1.0 } else { 1.0 };
                 let scaling = RopeScaling::Yarn {
                     factor,
                     beta_fast: beta_fast.unwrap_or(32.0),
                     beta_slow: beta_slow.unwrap_or(1.0),
                     original_max_position: original,
-                    attention_factor: derived * attention,
+                    attention_factor: yarn_attention_factor(factor, 1.0) * attention,
                     truncate: true,
                 };
-                (scaling, context.max((original as f64 * factor) as u32 as usize))
+                (scaling, context.max(yarn_reach(original, factor)))
             }
             (other, divisors) => {
                 let with = if divisors.is_some() { " with rope_freqs.weight" } else { "" };

@@ -17,14 +17,17 @@ pub struct RopeConfig {
 }
 
 /// Frequency scaling of a checkpoint (`rope_scaling` or `rope_parameters` in `config.json`).
-///
-/// `dynamic` (NTK by length) has no variant: it equals [`RopeScaling::Default`] up to the
-/// checkpoint's `max_position_embeddings`, and longer sequences are refused.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum RopeScaling {
     /// Frequencies as trained.
     Default,
+    /// `dynamic` (NTK by length): frequencies as trained up to `max_position`, and others for longer
+    /// sequences, which are refused.
+    Dynamic {
+        /// The checkpoint's `max_position_embeddings`.
+        max_position: usize,
+    },
     /// Every position divided by `factor`.
     Linear {
         /// The divisor.
@@ -71,7 +74,7 @@ impl RopeConfig {
         let base: Vec<f64> =
             (0..self.rotary_dim).step_by(2).map(|i| self.theta.powf(-(i as f64) / dim)).collect();
         let scaled: Vec<f64> = match &self.scaling {
-            RopeScaling::Default => base,
+            RopeScaling::Default | RopeScaling::Dynamic { .. } => base,
             RopeScaling::Linear { factor } => base.iter().map(|f| f / factor).collect(),
             RopeScaling::Llama3 {
                 factor,
@@ -154,6 +157,16 @@ impl RopeConfig {
             _ => 1.0,
         }
     }
+}
+
+/// The attention factor that YaRN derives from the interpolation factor; `weight` is usually 1.
+pub(crate) fn yarn_attention_factor(factor: f64, weight: f64) -> f64 {
+    if factor <= 1.0 { 1.0 } else { 0.1 * weight * factor.ln() + 1.0 }
+}
+
+/// How many positions YaRN reaches from a trained context of `original`.
+pub(crate) fn yarn_reach(original: usize, factor: f64) -> usize {
+    (original as f64 * factor) as u32 as usize
 }
 
 /// Makes the rotations of passes.

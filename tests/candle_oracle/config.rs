@@ -59,7 +59,8 @@ fn rope_scaling_variants() {
         scaling(json!({"type": "linear", "factor": 2})),
         RopeScaling::Linear { factor: 2.0 }
     );
-    assert_eq!(scaling(json!({"rope_type": "dynamic", "factor": 2.0})), RopeScaling::Default);
+    let dynamic = RopeScaling::Dynamic { max_position: 128 };
+    assert_eq!(scaling(json!({"rope_type": "dynamic", "factor": 2.0})), dynamic);
     let both = json!({"type": "linear", "rope_type": "linear", "factor": 3.0});
     assert_eq!(scaling(both), RopeScaling::Linear { factor: 3.0 });
     let yarn = scaling(json!({"rope_type": "yarn", "original_max_position_embeddings": 32}));

@@ -186,6 +186,42 @@ fn the_width_of_taps_is_compared_with_the_target() {
     }
 }
 
+/// Its frequencies change at a length of its own, which the target may exceed.
+#[test]
+fn dynamic_scaling_must_reach_as_far_as_the_target() {
+    for scaling in ["dynamic", "default"] {
+        let mut rope = json!({ "rope_type": scaling });
+        if scaling == "dynamic" {
+            rope["factor"] = 2.0.into();
+        }
+        let mut model =
+            Fixture::new(0, json!({ "max_position_embeddings": 2048, "rope_scaling": rope }));
+        model.max_positions = 2048;
+        model.drafter();
+        model.max_positions = 2049;
+        let error = model.load(DType::F32).err().map(|error| error.to_string());
+        let expected = "config field `max_position_embeddings`: found 2048, accepted: at least 2049, \
+            the target's positions, as dynamic scaling changes beyond";
+        assert_eq!(error.as_deref(), (scaling == "dynamic").then_some(expected));
+    }
+}
+
+#[test]
+fn positions_are_32_bit_numbers() {
+    let table = || Tensor::zeros((40, 16), DType::F32, &Device::Cpu).unwrap();
+    let error = SharedWeights::new(table(), table(), 9, usize::MAX).unwrap_err().to_string();
+    assert!(error.contains("max_positions") && error.contains("at most 4294967295"), "{error}");
+    let mut model = Fixture::new(0, json!({}));
+    model.max_positions = u32::MAX as usize;
+    let mut drafter = model.drafter();
+    let last = u32::MAX as usize - model.block_size();
+    let taps = model.taps(1).tensor();
+    drafter.observe(last - 1, &taps).unwrap();
+    drafter.logits(7, last, 4).unwrap();
+    drafter.observe(last, &taps).unwrap();
+    assert!(drafter.logits(7, last + 1, 4).is_err());
+}
+
 #[test]
 fn shared_weights_must_be_two_matrices_of_one_shape() {
     let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();

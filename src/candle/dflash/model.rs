@@ -8,11 +8,14 @@ use candle_nn::{Linear, Module, RmsNorm};
 use super::{BlockAttention, DFlashConfig};
 use crate::TopK;
 use crate::candle::{
-    DecoderModel, Embedding, Error, KvCache, LmHead, Result, Weights,
+    DecoderModel, Embedding, Error, KvCache, LmHead, Result, RopeScaling, Weights,
     attention::{LayerMask, Segment},
     layers::{self, AttentionParts, Heads, Mlp, SelfAttention},
     rope::{Rope, Rotation},
 };
+
+/// What every position is below, as passes take them as 32-bit numbers.
+const MAX_POSITIONS: usize = u32::MAX as usize;
 
 /// What a drafter takes from its target: it has no embedding and no output projection of its own.
 #[derive(Clone, Debug)]
@@ -26,13 +29,14 @@ pub struct SharedWeights {
 }
 
 impl SharedWeights {
-    /// Of a target with `num_layers` layers whose sequences have at most `max_positions` tokens.
+    /// Of a target with `num_layers` layers whose sequences have at most `max_positions` tokens, of
+    /// which there are at most 4,294,967,295.
     ///
     /// `embed_tokens` and `lm_head` are `[vocab_size, hidden_size]`; two handles to one tensor
     /// where they are tied.
     ///
     /// # Errors
-    /// Shapes that are no matrices or differ.
+    /// Shapes that are no matrices or differ; more positions than a 32-bit number counts.
     pub fn new(
         embed_tokens: Tensor,
         lm_head: Tensor,
@@ -45,6 +49,10 @@ impl SharedWeights {
                 embed_tokens.dims()
             );
             return Err(Error::argument("lm_head", format!("{:?}", lm_head.dims()), accepted));
+        }
+        if max_positions > MAX_POSITIONS {
+            let accepted = format!("at most {MAX_POSITIONS}");
+            return Err(Error::argument("max_positions", max_positions, accepted));
         }
         let (embed_tokens, lm_head) = (Embedding::new(embed_tokens), LmHead::new(lm_head));
         Ok(Self { embed_tokens, lm_head, num_layers, max_positions, tap_width: None })
@@ -177,7 +185,7 @@ impl DFlash {
         weights.finish()?;
 
         // The last block may reach past the last position that the target can hold.
-        let positions = shared.max_positions + config.block_size;
+        let positions = shared.max_positions.saturating_add(config.block_size).min(MAX_POSITIONS);
         let rope = Rope::new(&decoder.rope, positions, dtype, &device)?;
         let context = KvCache::new(
             stack.len(),
@@ -429,6 +437,16 @@ fn check_pair(config: &DFlashConfig, weights: &Weights, shared: &SharedWeights) 
     if config.mask_token_id as usize >= vocab_size {
         let accepted = format!("a row of the target's embedding, below {vocab_size}");
         return Err(Error::config("dflash_config.mask_token_id", config.mask_token_id, accepted));
+    }
+    // Slots of a block beyond the target's last position draft what it cannot hold anyway.
+    if let RopeScaling::Dynamic { max_position } = config.decoder.rope.scaling
+        && max_position < shared.max_positions
+    {
+        let accepted = format!(
+            "at least {}, the target's positions, as dynamic scaling changes beyond",
+            shared.max_positions
+        );
+        return Err(Error::config("max_position_embeddings", max_position, accepted));
     }
     if let Some(found) = config.num_target_layers
         && found != shared.num_layers

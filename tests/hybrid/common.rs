@@ -79,6 +79,11 @@ pub struct Shape {
 
 /// A hybrid model of random weights, strong enough that a wrong state shows in the logits.
 pub fn random_model(shape: Shape, seed: u64) -> DecoderModel {
+    random_model_as(shape, seed, DType::F32)
+}
+
+/// The same in another type.
+pub fn random_model_as(shape: Shape, seed: u64, dtype: DType) -> DecoderModel {
     let Shape { layers, hidden, key_heads, group, key_dim, value_dim, conv_kernel, vocab } = shape;
     let (value_heads, mlp, heads, kv_heads, head_dim) = (key_heads * group, 2 * hidden, 2, 1, 8);
     let config = format!(
@@ -133,6 +138,6 @@ pub fn random_model(shape: Shape, seed: u64) -> DecoderModel {
             add("linear_attn.out_proj.weight", &[hidden, value_size], unit(value_size));
         }
     }
-    let weights = Weights::from_tensors(tensors, DType::F32, &Device::Cpu).unwrap();
+    let weights = Weights::from_tensors(tensors, dtype, &Device::Cpu).unwrap();
     DecoderModel::new(config, weights).unwrap()
 }

@@ -1,5 +1,6 @@
 //! Many rounds of one sequence, through the `Verifier` trait.
 
+use candle_core::DType;
 use ddtree::candle::{CandleTarget, DecoderModel, StateMethod};
 use ddtree::{
     Acceptance, AncestorMask, Capabilities, CommitPlan, DraftTree, Picks, Prefill, Recurrence,
@@ -8,7 +9,8 @@ use ddtree::{
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
 use crate::common::{
-    METHODS, Shape, cache_difference, committed, random_model, state_difference, tiny,
+    METHODS, Shape, cache_difference, committed, random_model, random_model_as, state_difference,
+    states, tiny,
 };
 
 const VOCAB: u32 = 40;
@@ -215,6 +217,37 @@ fn rollback_of_a_chain_is_exact_to_the_bit() {
                     committed(target.cache())
                 };
                 assert_eq!(after(33), after(2), "{method:?}, {accepted} accepted");
+            }
+        }
+    }
+}
+
+/// A root alone leaves the state that a token of plain decoding leaves, to the bit, in types that round
+/// as well: what one way rounds and the other does not would show here.
+///
+/// With factors that is so of the first layer. Outputs then have their terms added in another order, so
+/// that the layers behind read other rounding errors.
+#[test]
+fn a_root_alone_leaves_the_state_of_a_plain_token() {
+    for dtype in [DType::F32, DType::BF16, DType::F16] {
+        let model = random_model_as(SMALL, 13, dtype);
+        for method in METHODS {
+            let [mut verified, mut plain] = [0; 2].map(|_| target(&model, 64, method));
+            for target in [&mut verified, &mut plain] {
+                prefill(target, 0, &[3, 1, 4]);
+            }
+            for (round, token) in (3..40).enumerate() {
+                let start = plain.cache().len();
+                prefill(&mut plain, start, &[token]);
+                let root = DraftTree::new(token);
+                verify(&mut verified, &root);
+                verified.commit(&plan(start, &root, 0)).unwrap();
+                let (found, expected) = (states(verified.cache()), states(plain.cache()));
+                let at = format!("{dtype:?}, {method:?}, round {round}");
+                assert!(found[..2] == expected[..2], "{at}");
+                if method == StateMethod::PerSlot {
+                    assert!(committed(verified.cache()) == committed(plain.cache()), "{at}");
+                }
             }
         }
     }

@@ -3,7 +3,7 @@
 //! ```no_run
 //! use std::ops::ControlFlow;
 //!
-//! use candle_core::{DType, Device};
+//! use ddtree::candle::candle_core::{DType, Device};
 //! use ddtree::candle::{CandleTarget, DecoderModel, dflash::DFlash};
 //! use ddtree::{Config, Decoder, Request};
 //!
@@ -25,6 +25,10 @@
 //!
 //! Checkpoints are folders of Hugging Face or GGUF files; tokenizers are not part of this crate.
 //! `examples/generate.rs` is a program around this.
+//!
+//! `DType`, `Device` and `Tensor` in this API are those of candle 0.11.1, to the patch, as its patch
+//! releases change what they depend on. Take them from the re-exported [`candle_core`], or depend on
+//! `candle-core = "=0.11.1"`: the types of another version are other types.
 
 mod attention;
 mod cache;
@@ -45,6 +49,9 @@ mod rope;
 mod state_cache;
 mod target;
 mod weights;
+
+/// The version of candle that this module's `DType`, `Device` and `Tensor` come from.
+pub use candle_core;
 
 pub use cache::KvCache;
 pub use config::{Architecture, DecoderConfig, DeltaNetConfig, Hybrid};

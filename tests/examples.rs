@@ -377,9 +377,29 @@ fn bench_decode_measures_all_and_compares_texts() {
     }
     assert_eq!(arms[0]["vs_ar"], json!({ "median": 1.0, "min": 1.0, "max": 1.0 }));
     assert_eq!(arms[0]["tau"], 1.0);
+    assert_eq!(arms[0]["drafted_by_depth"], json!([]));
+    for arm in &arms[1..] {
+        let list = |key: &str| -> Vec<u64> { serde_json::from_value(arm[key].clone()).unwrap() };
+        let (accepted, drafted) = (list("accepted_by_depth"), list("drafted_by_depth"));
+        assert!(accepted.len() == drafted.len() && drafted[0] <= arm["rounds"].as_u64().unwrap());
+        assert!(accepted.iter().zip(&drafted).all(|(accepted, drafted)| accepted <= drafted));
+        // Every round emits what it accepts and one more.
+        let emitted = accepted.iter().sum::<u64>() + arm["rounds"].as_u64().unwrap();
+        assert_eq!(arm["tokens"], emitted, "{arm}");
+        let first = format!("{:.1}", 100.0 * accepted[0] as f64 / drafted[0] as f64);
+        let name = arm["name"].as_str().unwrap();
+        let (_, rates) = table.split_once("% accepted at depth").unwrap();
+        let line = rates.lines().find(|line| line.starts_with(name)).unwrap();
+        assert_eq!(line[name.len()..].split_whitespace().next(), Some(&*first), "{table}");
+    }
 
     let nothing = write(&folder, "nothing.json", &json!([{ "text": "a" }]));
     let chat = write(&folder, "chat.json", &json!([{ "prompt_ids": [5] }]));
+    for option in ["--temperature=1", "--seed=1", "--seeds=2", "--uncoupled", "--max-new-tokens=9"]
+    {
+        let output = run("bench_decode", &["--random", "qwen3-8b", option]);
+        assert!(stderr(&output).contains("cannot be used with"), "{option}: {}", stderr(&output));
+    }
     for (args, part) in [
         (["--prompts", &nothing, "--repeat=1"], "accepted: a string, or an object"),
         (["--prompts", &chat, "--chat"], "--chat: found tokens"),

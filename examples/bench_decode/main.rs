@@ -70,7 +70,10 @@ struct Args {
 
     /// Instead of texts, measure the parts of a round with random weights on a GPU. SHAPE: qwen3-4b,
     /// qwen3-8b, smollm2-135m (needs `--features cuda` and --device cuda)
-    #[arg(long, value_name = "SHAPE", conflicts_with_all = ["target", "drafter", "prompts", "chat"])]
+    #[arg(long, value_name = "SHAPE", conflicts_with_all = [
+        "target", "drafter", "prompts", "chat", "temperature", "top_k", "top_p", "min_p", "seed",
+        "repetition_penalty", "seeds", "uncoupled", "max_new_tokens",
+    ])]
     random: Option<String>,
 
     /// With --random: rows committed before rounds are timed

@@ -81,6 +81,8 @@ pub struct Totals {
     /// Tokens of rounds; the first token of a text comes from the prompt.
     pub tokens: u64,
     pub nodes: u64,
+    /// By depth from 1 on: rounds that accepted a node there, and rounds that drafted one.
+    pub acceptance: Vec<(u64, u64)>,
 }
 
 impl Totals {
@@ -90,6 +92,11 @@ impl Totals {
         self.rounds += other.rounds;
         self.tokens += other.tokens;
         self.nodes += other.nodes;
+        let depths = self.acceptance.len().max(other.acceptance.len());
+        self.acceptance.resize(depths, (0, 0));
+        for (sum, (accepted, drafted)) in self.acceptance.iter_mut().zip(&other.acceptance) {
+            *sum = (sum.0 + accepted, sum.1 + drafted);
+        }
     }
 
     pub fn tokens_per_second(&self) -> f64 {
@@ -122,6 +129,7 @@ where
         rounds: stats.rounds,
         tokens: stats.tokens,
         nodes: stats.nodes,
+        acceptance: stats.acceptance().collect(),
     };
     Ok(Sample { tokens: session.generated().to_vec(), totals })
 }

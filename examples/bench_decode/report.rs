@@ -94,6 +94,8 @@ impl<'a> Report<'a> {
                 "vs_chain": row.vs_chain.json(),
                 "tau": row.tau(),
                 "nodes_per_round": row.nodes_per_round(),
+                "accepted_by_depth": row.totals.acceptance.iter().map(|depth| depth.0).collect::<Vec<_>>(),
+                "drafted_by_depth": row.totals.acceptance.iter().map(|depth| depth.1).collect::<Vec<_>>(),
                 "rounds": row.totals.rounds,
                 "tokens": row.totals.tokens,
                 "ms_per_round": ms_per_round,
@@ -147,6 +149,17 @@ impl Row {
         self.totals.time.as_secs_f64() * 1e3 / self.rounds()
     }
 
+    /// The name, and for every depth the percentage of the rounds with a draft there that accepted one.
+    fn acceptance(&self, depths: usize) -> Vec<String> {
+        let mut cells = vec![self.name.clone()];
+        cells.extend(self.totals.acceptance.iter().map(|&(accepted, drafted)| match drafted {
+            0 => String::new(),
+            _ => format!("{:.1}", 100.0 * accepted as f64 / drafted as f64),
+        }));
+        cells.resize(depths + 1, String::new());
+        cells
+    }
+
     fn stage_ms(&self, stage: Stage) -> f64 {
         let time = self.totals.stages[stage as usize];
         time.as_secs_f64() * 1e3 / self.rounds()
@@ -186,6 +199,15 @@ impl fmt::Display for Report<'_> {
             cells
         };
         table(f, &head, self.rows.iter().map(stages).collect())?;
+
+        let depths = self.rows.iter().map(|row| row.totals.acceptance.len()).max().unwrap_or(0);
+        if depths > 0 {
+            let names: Vec<String> = (1..=depths).map(|depth| depth.to_string()).collect();
+            let mut head = vec!["% accepted at depth"];
+            head.extend(names.iter().map(String::as_str));
+            let drafting = self.rows.iter().filter(|row| !row.totals.acceptance.is_empty());
+            table(f, &head, drafting.map(|row| row.acceptance(depths)).collect())?;
+        }
 
         let (references, equal) = self.references;
         if references > 0 {

@@ -8,8 +8,9 @@ use candle_nn::{Module, RmsNorm};
 use super::attention::{LayerMask, Segment};
 use super::delta_net::GatedDeltaNet;
 use super::gated_attention::GatedAttention;
-use super::layers::{self, AttentionParts, Embedding, Heads, LmHead, Mlp, SelfAttention};
+use super::layers::{self, Embedding, LmHead, Mlp};
 use super::rope::Rope;
+use super::self_attention::{AttentionParts, Heads, SelfAttention};
 use super::state_cache::StateCache;
 use super::{DecoderConfig, Error, Gguf, KvCache, Result, Rounding, Weights};
 use crate::{AncestorMask, DraftTree};
@@ -183,17 +184,7 @@ impl DecoderModel {
         } else {
             weights.take("lm_head.weight", &table_shape)?
         };
-        let heads = Heads {
-            hidden_size: hidden,
-            num_heads: config.num_heads,
-            num_kv_heads: config.num_kv_heads,
-            head_dim: config.head_dim,
-        };
-        let parts = AttentionParts {
-            qkv_bias: config.qkv_bias,
-            o_bias: config.o_bias,
-            qk_norm: config.qk_norm.then_some(eps),
-        };
+        let (heads, parts) = (Heads::of(&config), AttentionParts::of(&config));
         let norm = |weights: &mut Weights, name: &str| match config.hybrid {
             Some(_) => layers::zero_centred_norm(weights, name, hidden, eps),
             None => layers::rms_norm(weights, name, hidden, eps, residual),

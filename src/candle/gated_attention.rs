@@ -4,8 +4,9 @@ use candle_core::{DType, Tensor};
 use candle_nn::{Linear, Module, RmsNorm};
 
 use super::attention::{Segment, attend_segments};
-use super::layers::{Heads, linear, project_residual, zero_centred_norm};
+use super::layers::{linear, project_residual, zero_centred_norm};
 use super::rope::Rotation;
+use super::self_attention::Heads;
 use super::{Result, Weights};
 
 /// Rotary grouped-query self-attention whose output is multiplied by the sigmoid of a gate.

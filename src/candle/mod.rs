@@ -46,6 +46,7 @@ mod gguf;
 mod gguf_header;
 mod layers;
 mod rope;
+mod self_attention;
 mod state_cache;
 mod target;
 mod weights;

@@ -10,8 +10,9 @@ use crate::TopK;
 use crate::candle::{
     DecoderModel, Embedding, Error, KvCache, LmHead, Result, RopeScaling, Weights,
     attention::{LayerMask, Segment},
-    layers::{self, AttentionParts, Heads, Mlp, SelfAttention},
+    layers::{self, Mlp},
     rope::{Rope, Rotation},
+    self_attention::{AttentionParts, Heads, SelfAttention},
 };
 
 /// What every position is below, as passes take them as 32-bit numbers.
@@ -141,17 +142,7 @@ impl DFlash {
         let residual = layers::residual_dtype(dtype);
         let decoder = &config.decoder;
         let (hidden, eps) = (decoder.hidden_size, decoder.rms_norm_eps);
-        let heads = Heads {
-            hidden_size: hidden,
-            num_heads: decoder.num_heads,
-            num_kv_heads: decoder.num_kv_heads,
-            head_dim: decoder.head_dim,
-        };
-        let parts = AttentionParts {
-            qkv_bias: decoder.qkv_bias,
-            o_bias: decoder.o_bias,
-            qk_norm: decoder.qk_norm.then_some(eps),
-        };
+        let (heads, parts) = (Heads::of(decoder), AttentionParts::of(decoder));
 
         let prefix = if weights.contains("model.fc.weight") { "model." } else { "" };
         let norm = |weights: &mut Weights, name: &str| {

@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use crate::candle::{
     Architecture, DecoderConfig, Error, Result,
-    config::{Fields, parse_object, read_object},
+    fields::{Fields, parse_object, read_object},
 };
 
 /// The configuration of a DFlash v1 drafter, read from its `config.json`.
@@ -258,7 +258,7 @@ fn classify(top: &Fields<'_>, own: &Fields<'_>) -> Result<()> {
             || OWN_KEYS.contains(&key)
             || MARKERS.iter().any(|(marker, ..)| *marker == key)
     };
-    match own.keys().find(|key| own.value(key).is_some() && !known(key)) {
+    match own.map().keys().find(|key| own.value(key).is_some() && !known(key)) {
         Some(key) => Err(unsupported(own, key, "a setting that this loader does not know")),
         None => Ok(()),
     }

@@ -131,7 +131,6 @@ pub mod tree;
 
 #[cfg(feature = "candle")]
 #[cfg_attr(docsrs, doc(cfg(feature = "candle")))]
-#[allow(unsafe_code)]
 pub mod candle;
 
 pub use algorithm::Algorithm;

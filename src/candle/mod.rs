@@ -35,6 +35,7 @@ mod cache;
 mod config;
 #[cfg(feature = "cuda")]
 #[cfg_attr(docsrs, doc(cfg(feature = "cuda")))]
+#[allow(unsafe_code)]
 pub mod cuda;
 mod decoder;
 mod delta_net;

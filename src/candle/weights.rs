@@ -96,6 +96,7 @@ impl Weights {
     ///
     /// # Errors
     /// As [`open`](Self::open).
+    #[allow(unsafe_code)]
     pub fn from_files(files: &[PathBuf], dtype: DType, device: &Device) -> Result<Self> {
         let mut maps = Vec::with_capacity(files.len());
         let mut owners: HashMap<String, usize> = HashMap::new();

@@ -1,5 +1,6 @@
 //! The config-driven decoder: one implementation for every supported family.
 
+use std::ops::Range;
 use std::path::Path;
 
 use candle_core::{D, DType, Device, Tensor, utils};
@@ -363,23 +364,37 @@ impl DecoderModel {
     /// [`forward_batch`](Self::forward_batch) of sequences that run as one, of which there is one at
     /// least.
     fn run(&self, batch: &mut [(&mut KvCache, Forward<'_>)]) -> Result<Vec<Output>> {
-        let (mut tokens, mut positions) = (Vec::new(), Vec::new());
         for (cache, pass) in &mut *batch {
-            let n = pass.tokens.len();
+            begin(cache, pass)?;
+        }
+        let (last, captured) = self.run_layers(batch)?;
+        let logits = self.logits(batch, &last)?;
+        let parts = logits.into_iter().zip(captured);
+        let outputs = parts
+            .map(|(logits, taps)| Ok(Output { logits, taps: side_by_side(taps)? }))
+            .collect::<Result<_>>()?;
+        for (cache, pass) in batch {
+            finish(cache, pass);
+        }
+        Ok(outputs)
+    }
+
+    /// Runs all layers over the rows of all sequences. Gives what the last one puts out, and the
+    /// captured outputs of each sequence, in the order of its taps.
+    fn run_layers(
+        &self,
+        batch: &mut [(&mut KvCache, Forward<'_>)],
+    ) -> Result<(Tensor, Vec<Vec<Option<Tensor>>>)> {
+        let (mut tokens, mut positions) = (Vec::new(), Vec::new());
+        for (_, pass) in &*batch {
             tokens.extend_from_slice(pass.tokens);
             positions.extend_from_slice(pass.positions);
-            cache.reserve(pass.start + n)?;
-            // Until the pass is over.
-            cache.set_written(pass.start);
-            let committed = cache.len();
-            if let Some(states) = cache.states_mut() {
-                states.begin(committed, pass.start, n, pass.tree)?;
-            }
         }
         let rotation = self.rope.at(&positions)?;
         let mut masks = Masks(Vec::new());
         let mut x = self.embed_tokens.forward(&tokens)?;
         x = x.to_dtype(layers::residual_dtype(self.dtype))?;
+        let rows = ranges(batch, |pass| pass.tokens.len());
         let mut captured: Vec<Vec<Option<Tensor>>> =
             batch.iter().map(|(_, pass)| vec![None; pass.taps.len()]).collect();
         for (index, (layer, &window)) in
@@ -406,57 +421,47 @@ impl DecoderModel {
             x = (x + mixed)?;
             let normed = self.normalise(&layer.post_norm, &x)?;
             x = (&x + layer.mlp.forward(&normed)?)?;
-            let mut first = 0;
-            for ((_, pass), captured) in batch.iter().zip(&mut captured) {
-                let n = pass.tokens.len();
+            for (((_, pass), rows), captured) in batch.iter().zip(&rows).zip(&mut captured) {
                 for (slot, _) in
                     captured.iter_mut().zip(pass.taps).filter(|(_, tap)| **tap == index)
                 {
-                    *slot = Some(x.narrow(0, first, n)?);
+                    *slot = Some(rows_of(&x, rows)?);
                 }
-                first += n;
             }
         }
+        Ok((x, captured))
+    }
 
+    /// The logits of the wanted rows of each sequence, from the output of the last layer.
+    fn logits(
+        &self,
+        batch: &[(&mut KvCache, Forward<'_>)],
+        last: &Tensor,
+    ) -> Result<Vec<Option<Tensor>>> {
         let mut wanted = Vec::new();
-        let mut first = 0;
-        for (_, pass) in &*batch {
-            let n = pass.tokens.len();
-            let rows = x.narrow(0, first, n)?;
+        for ((_, pass), rows) in batch.iter().zip(ranges(batch, |pass| pass.tokens.len())) {
+            let all = rows_of(last, &rows)?;
             match pass.want {
                 Want::Nothing => {}
-                Want::Last => wanted.push(rows.narrow(0, n - 1, 1)?),
+                Want::Last => wanted.push(all.narrow(0, rows.len() - 1, 1)?),
                 Want::Rows(of) => {
-                    wanted
-                        .push(rows.contiguous()?.index_select(&Tensor::new(of, &self.device)?, 0)?);
+                    let of = Tensor::new(of, &self.device)?;
+                    wanted.push(all.contiguous()?.index_select(&of, 0)?);
                 }
-                Want::All => wanted.push(rows),
+                Want::All => wanted.push(all),
             }
-            first += n;
         }
-        let logits = if wanted.is_empty() {
-            None
-        } else {
-            let hidden = Tensor::cat(&wanted, 0)?;
-            Some(self.lm_head.forward(&self.normalise(&self.norm, &hidden)?)?)
-        };
-        let mut outputs = Vec::with_capacity(batch.len());
-        let mut first = 0;
-        for ((cache, pass), captured) in batch.iter_mut().zip(captured) {
-            let rows = pass.wanted();
-            let part = logits.as_ref().filter(|_| rows > 0);
-            let part = part.map(|logits| logits.narrow(0, first, rows)).transpose()?;
-            first += rows;
-            let captured: Vec<Tensor> = captured.into_iter().flatten().collect();
-            let taps =
-                if captured.is_empty() { None } else { Some(Tensor::cat(&captured, D::Minus1)?) };
-            cache.set_written(pass.start + pass.tokens.len());
-            if let Some(states) = cache.states_mut() {
-                states.finish();
-            }
-            outputs.push(Output { logits: part, taps });
+        if wanted.is_empty() {
+            return Ok(vec![None; batch.len()]);
         }
-        Ok(outputs)
+        let hidden = Tensor::cat(&wanted, 0)?;
+        let logits = self.lm_head.forward(&self.normalise(&self.norm, &hidden)?)?;
+        let rows = ranges(batch, |pass| pass.wanted()).into_iter();
+        rows.map(|rows| match rows.len() {
+            0 => Ok(None),
+            _ => rows_of(&logits, &rows).map(Some),
+        })
+        .collect()
     }
 
     /// Whether two models are clones of one.
@@ -524,4 +529,48 @@ impl DecoderModel {
         }
         Ok(())
     }
+}
+
+/// Makes room for the rows of a pass. Until it is over, none of them counts as written.
+fn begin(cache: &mut KvCache, pass: &Forward<'_>) -> Result<()> {
+    let n = pass.tokens.len();
+    cache.reserve(pass.start + n)?;
+    cache.set_written(pass.start);
+    let committed = cache.len();
+    match cache.states_mut() {
+        Some(states) => states.begin(committed, pass.start, n, pass.tree),
+        None => Ok(()),
+    }
+}
+
+/// Ends a pass that no layer failed in.
+fn finish(cache: &mut KvCache, pass: &Forward<'_>) {
+    cache.set_written(pass.start + pass.tokens.len());
+    if let Some(states) = cache.states_mut() {
+        states.finish();
+    }
+}
+
+/// Where each sequence's rows are among those of all, as many of each as `count` says.
+fn ranges(
+    batch: &[(&mut KvCache, Forward<'_>)],
+    count: impl Fn(&Forward<'_>) -> usize,
+) -> Vec<Range<usize>> {
+    let mut end = 0;
+    let range = |(_, pass): &(_, Forward<'_>)| {
+        let start = end;
+        end += count(pass);
+        start..end
+    };
+    batch.iter().map(range).collect()
+}
+
+fn rows_of(matrix: &Tensor, rows: &Range<usize>) -> Result<Tensor> {
+    Ok(matrix.narrow(0, rows.start, rows.len())?)
+}
+
+/// Captured outputs as columns of one matrix; nothing if there are none.
+fn side_by_side(captured: Vec<Option<Tensor>>) -> Result<Option<Tensor>> {
+    let captured: Vec<Tensor> = captured.into_iter().flatten().collect();
+    if captured.is_empty() { Ok(None) } else { Ok(Some(Tensor::cat(&captured, D::Minus1)?)) }
 }

@@ -29,14 +29,29 @@ pub enum PickFault<E: std::error::Error + 'static> {
         accepted: usize,
     },
     /// The engine's own pick is another one than the one from its logits.
-    #[error("{}: the device picks token {device}, its logits give {logits}", place(.slot))]
+    #[error("{}, seed {seed}: the device picks token {device}, its logits give {logits}", place(.slot))]
     Differs {
         /// The slot; `None` for the pick after the prefill.
         slot: Option<usize>,
+        /// The seed, see [`check_picks`].
+        seed: u64,
         /// The engine's pick.
         device: u32,
         /// The pick that its logits give.
         logits: u32,
+    },
+    /// The pick at a slot changes if slots that the picks do not lead to may be skipped.
+    #[error(
+        "{}: token {found} is picked where unwanted slots may be skipped, {expected} where all are wanted",
+        place(.slot)
+    )]
+    Skipping {
+        /// The slot; `None` for the pick after the prefill.
+        slot: Option<usize>,
+        /// The pick where all are wanted.
+        expected: u32,
+        /// The pick where only those are that the picks lead to.
+        found: u32,
     },
 }
 
@@ -47,13 +62,19 @@ fn place(slot: &Option<usize>) -> String {
 /// Checks that the token ids that a verifier picks on its device are those that this crate picks
 /// from its logits: after a prompt, and at every slot of a tree.
 ///
-/// The verifier is reset. It is asked for the same work twice, once in the way that `sampling`
-/// needs ([`Picks::rule`]) and once with logits demanded. One that always hands over logits passes.
-/// The root of `tree` stands for the token after the prompt.
+/// The verifier is reset. It is asked for the same work in the way that `sampling` needs
+/// ([`Picks::rule`]) and with logits demanded, and each time with all slots wanted and with only
+/// those that the picks [lead to](Picks::wanted). One that always hands over logits, for every slot,
+/// passes. The root of `tree` stands for the token after the prompt.
+///
+/// Unless `sampling` is greedy, all of that is done with its seed, with two more that differ in the
+/// upper 32 bits only, and with its complement, so that it shows if a device ignores the seed or a
+/// part of it.
 ///
 /// # Errors
 ///
-/// The first [fault](PickFault) found.
+/// [`Refused`](PickFault::Refused) if settings or tokens cannot be, or the prompt is empty;
+/// otherwise the first [fault](PickFault) found.
 ///
 /// ```
 /// # use std::convert::Infallible;
@@ -98,20 +119,38 @@ pub fn check_picks<V: Verifier>(
     tree: &DraftTree,
     sampling: &Sampling,
 ) -> Result<(), PickFault<V::Error>> {
-    let capabilities = verifier.capabilities();
-    let vocab_size = capabilities.vocab_size;
+    let vocab_size = verifier.capabilities().vocab_size;
     sampling.check(vocab_size)?;
+    if prompt.is_empty() {
+        return Err(Error::setting("prompt", "no tokens", "at least one").into());
+    }
     for (field, tokens) in [("prompt", prompt), ("tree.tokens", tree.tokens())] {
         if let Some(index) = tokens.iter().position(|&token| token as usize >= vocab_size) {
             return Err(Error::Token { field, index, found: tokens[index], vocab_size }.into());
         }
     }
+    let seed = sampling.seed;
+    let seeds = [seed, seed ^ (1 << 32), seed ^ (0xa5a5_a5a5 << 32), !seed];
+    let count = if sampling.is_greedy() { 1 } else { seeds.len() };
+    seeds[..count]
+        .iter()
+        .try_for_each(|&seed| check_seed(verifier, prompt, tree, &sampling.clone().seed(seed)))
+}
+
+fn check_seed<V: Verifier>(
+    verifier: &mut V,
+    prompt: &[u32],
+    tree: &DraftTree,
+    sampling: &Sampling,
+) -> Result<(), PickFault<V::Error>> {
+    let capabilities = verifier.capabilities();
+    let vocab_size = capabilities.vocab_size;
     let mut mask = AncestorMask::new();
     mask.build(tree);
     let wants_mask = capabilities.mask == MaskForm::Bits && !tree.is_chain();
     let round = Round::new(prompt.len(), tree, wants_mask.then_some(&mask));
 
-    let mut picks_asking = |at_least: PickRule| {
+    let mut picks_asking = |at_least: PickRule, everywhere: bool| {
         let mut sampler = Sampler::default();
         sampler.start(sampling, vocab_size, prompt.len(), prompt.len() + tree.len());
         let rule = sampler.rule().max(at_least);
@@ -124,7 +163,7 @@ pub fn check_picks<V: Verifier>(
                 tokens: &tokens,
                 tree,
                 stop_tokens: &[],
-                everywhere: true,
+                everywhere,
                 at_least,
                 by_id: &mut by_id,
             };
@@ -155,12 +194,19 @@ pub fn check_picks<V: Verifier>(
         }
         Ok(all)
     };
-    let device = picks_asking(PickRule::Argmax)?;
-    let logits = picks_asking(PickRule::Pipeline)?;
-    match device.iter().zip(&logits).position(|(device, logits)| device != logits) {
-        None => Ok(()),
-        Some(i) => {
-            Err(PickFault::Differs { slot: i.checked_sub(1), device: device[i], logits: logits[i] })
+    let device = picks_asking(PickRule::Argmax, true)?;
+    let logits = picks_asking(PickRule::Pipeline, true)?;
+    if let Some(i) = device.iter().zip(&logits).position(|(device, logits)| device != logits) {
+        let (slot, seed) = (i.checked_sub(1), sampling.seed);
+        return Err(PickFault::Differs { slot, seed, device: device[i], logits: logits[i] });
+    }
+    for at_least in [PickRule::Argmax, PickRule::Pipeline] {
+        let on_path = picks_asking(at_least, false)?;
+        for (i, (&expected, &found)) in device.iter().zip(&on_path).enumerate() {
+            if found != expected && found != Picks::SKIPPED {
+                return Err(PickFault::Skipping { slot: i.checked_sub(1), expected, found });
+            }
         }
     }
+    Ok(())
 }

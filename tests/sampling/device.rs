@@ -45,27 +45,70 @@ fn conformance_finds_engines_that_ignore_settings() {
     let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
     assert_eq!(fault, PickFault::Count { found: 0, accepted: 1 });
     // It claims to do what it does not.
-    let mut target =
-        Faulty { target: Target::new(Language::new(300), Hands::Ignorant), forgets_depths: false };
+    let mut target = faulty(Fault::IgnoresSettings);
     let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
     assert!(matches!(fault, PickFault::Ids { rule: PickRule::Pipeline }), "{fault}");
     let wrong = Sampling::new().temperature(-1.0);
     let fault = conformance::check_picks(&mut target, &[5], &tree(), &wrong).unwrap_err();
     assert!(matches!(fault, PickFault::Refused(_)), "{fault}");
+    let fault = conformance::check_picks(&mut target, &[], &tree(), &warm()).unwrap_err();
+    assert!(matches!(fault, PickFault::Refused(Error::Setting { field: "prompt", .. })), "{fault}");
 }
 
 #[test]
 fn conformance_finds_a_pick_that_differs() {
-    let mut target =
-        Faulty { target: Target::new(Language::new(300), Hands::Logits), forgets_depths: true };
+    let mut target = faulty(Fault::ForgetsDepths);
     let fault = conformance::check_picks(&mut target, &[5], &tree(), &warm()).unwrap_err();
     assert!(matches!(fault, PickFault::Differs { slot: Some(1..), .. }), "{fault}");
 }
 
-/// Says that its token ids honour temperatures, and either leaves it at that or adds noise of the wrong position.
+#[test]
+fn conformance_finds_a_device_that_reads_no_seed_or_half_of_one() {
+    for of_seed in [|_| 0, |seed| seed & 0xffff_ffff, |seed| seed >> 32, |seed: u64| seed | 1 << 63]
+    {
+        for seed in [0, 42, 7 << 33] {
+            let mut target = faulty(Fault::Seed(of_seed));
+            let sampling = warm().seed(seed);
+            let fault = conformance::check_picks(&mut target, &[5], &tree(), &sampling);
+            assert!(matches!(fault, Err(PickFault::Differs { .. })), "seed {seed}");
+        }
+    }
+    let mut right = faulty(Fault::Seed(|seed| seed));
+    conformance::check_picks(&mut right, &[5], &tree(), &warm()).unwrap();
+}
+
+#[test]
+fn conformance_finds_rows_that_are_shifted_by_skipped_slots() {
+    let mut target = faulty(Fault::SkippedRowsKeepTheCursor);
+    let next = ddtree::top_k::argmax(&target.target.language.row(5, 3)).unwrap().0;
+    // Slot 1 is not wanted, slot 2 is.
+    let tree = DraftTree::from_parents(&[3, (next + 1) % 300, next], &[-1, 0, 0]).unwrap();
+    let fault = conformance::check_picks(&mut target, &[5], &tree, &Sampling::new()).unwrap_err();
+    assert!(matches!(fault, PickFault::Skipping { slot: Some(2), .. }), "{fault}");
+}
+
+#[derive(Clone, Copy, Debug)]
+enum Fault {
+    IgnoresSettings,
+    /// Every slot is treated as the root.
+    ForgetsDepths,
+    /// Noise of another seed.
+    Seed(fn(u64) -> u64),
+    SkippedRowsKeepTheCursor,
+}
+
+/// Says that its token ids honour temperatures.
 struct Faulty {
     target: Target,
-    forgets_depths: bool,
+    fault: Fault,
+}
+
+fn faulty(fault: Fault) -> Faulty {
+    let hands = match fault {
+        Fault::IgnoresSettings => Hands::Ignorant,
+        _ => Hands::Logits,
+    };
+    Faulty { target: Target::new(Language::new(300), hands), fault }
 }
 
 impl ddtree::Verifier for Faulty {
@@ -87,7 +130,7 @@ impl ddtree::Verifier for Faulty {
         p: &ddtree::Prefill<'_>,
         picks: &mut ddtree::Picks<'_>,
     ) -> Result<(), Error> {
-        if self.forgets_depths {
+        if matches!(self.fault, Fault::ForgetsDepths | Fault::Seed(_)) {
             self.target.hands = Hands::Device(PickRule::Noise);
         }
         self.target.prefill(p, picks)
@@ -98,19 +141,37 @@ impl ddtree::Verifier for Faulty {
         r: &ddtree::Round<'_>,
         picks: &mut ddtree::Picks<'_>,
     ) -> Result<(), Error> {
-        if !self.forgets_depths || picks.rule() == PickRule::Pipeline {
-            return self.target.verify(r, picks);
-        }
-        // Every slot is treated as the root.
-        let key = picks.noise().unwrap();
-        for slot in 0..r.tree().len() {
+        let tree = r.tree();
+        let row_of = |slot: usize| {
             let mut path = vec![5];
-            let nodes: Vec<usize> = r.tree().ancestors(slot).collect();
-            path.extend(nodes.iter().rev().map(|&s| r.tree().tokens()[s]));
-            let row = self.target.language.row_after(&path);
+            let nodes: Vec<usize> = tree.ancestors(slot).collect();
+            path.extend(nodes.iter().rev().map(|&s| tree.tokens()[s]));
+            self.target.language.row_after(&path)
+        };
+        let of_seed = match self.fault {
+            Fault::SkippedRowsKeepTheCursor => {
+                let mut rows = (0..tree.len()).map(row_of);
+                for _ in 0..tree.len() {
+                    match picks.wanted() {
+                        true => picks.push_logits(&rows.next().unwrap())?,
+                        false => picks.skip(),
+                    }
+                }
+                return Ok(());
+            }
+            _ if picks.rule() == PickRule::Pipeline => return self.target.verify(r, picks),
+            Fault::IgnoresSettings => return self.target.verify(r, picks),
+            Fault::ForgetsDepths => |seed| seed,
+            Fault::Seed(of_seed) => of_seed,
+        };
+        let forgets_depths = matches!(self.fault, Fault::ForgetsDepths);
+        let key = picks.noise().unwrap();
+        for slot in 0..tree.len() {
+            let row = row_of(slot);
+            let depth = if forgets_depths { 0 } else { tree.depths()[slot] as usize };
             let sum = |token: u32| {
                 f64::from(row[token as usize]) / f64::from(key.temperature)
-                    + ddtree::sample::gumbel(key.seed, key.position, token)
+                    + ddtree::sample::gumbel(of_seed(key.seed), key.position + depth, token)
             };
             let token = (0..300).max_by(|&a, &b| sum(a).total_cmp(&sum(b))).unwrap();
             picks.push(token);

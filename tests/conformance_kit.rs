@@ -36,6 +36,13 @@ enum Fault {
     ResetToPrefixKeepsARow,
     ErrorDropsARow,
     TreePositionsWrap,
+    OneMaskWord,
+    WrongFromSlot33,
+    CommitsSlotsModulo64,
+    CacheOneRowShort,
+    // These show only where logits are handed over.
+    SkippedRowsKeepTheCursor,
+    RefusedPrefillIsCommitted,
 }
 
 /// A row of the cache: what it holds depends on everything that it has seen.
@@ -115,7 +122,11 @@ impl Toy {
     ) -> (u64, u64) {
         let position = position as u64;
         let state = mix(state, u64::from(token) + 1);
-        let seen = visible.iter().fold(0u64, |sum, &row| {
+        // The last row has no place of its own: it overwrites the one before.
+        let last = self.capabilities.max_len - 1;
+        let overwrites = self.has(Fault::CacheOneRowShort) && self.rows.len() == last;
+        let seen = visible.iter().filter(|&&row| !(overwrites && row + 1 == last));
+        let seen = seen.fold(0u64, |sum, &row| {
             let Row { key, position: at } = self.rows[row];
             sum.wrapping_add(mix(key, position.wrapping_sub(at)))
         });
@@ -124,18 +135,28 @@ impl Toy {
         (hidden, state)
     }
 
-    fn hand_over(&self, hidden: &[u64], picks: &mut Picks<'_>, noise: f32) {
+    fn hand_over(&self, hidden: &[u64], picks: &mut Picks<'_>, noise: f32) -> Result<(), Injected> {
         let vocab_size = self.capabilities.vocab_size as u64;
-        for &hidden in hidden {
+        let mut cursor = 0;
+        for &hidden_of_slot in hidden {
             if !self.logits {
-                picks.push((hidden % vocab_size) as u32);
+                picks.push((hidden_of_slot % vocab_size) as u32);
                 continue;
             }
+            let hidden = hidden[cursor];
+            if !picks.wanted() {
+                cursor += usize::from(!self.has(Fault::SkippedRowsKeepTheCursor));
+                picks.skip();
+                continue;
+            }
+            cursor += 1;
             let logit = |token| (mix(hidden, token) % 10_000) as f32 / 1_000.0;
             let noisy =
                 |token| logit(token) + noise * (mix(hidden, token + 99) % 100) as f32 / 100.0;
-            picks.push_logits(&(0..vocab_size).map(noisy).collect::<Vec<_>>()).unwrap();
+            let row: Vec<f32> = (0..vocab_size).map(noisy).collect();
+            picks.push_logits(&row).map_err(|_| Injected)?;
         }
+        Ok(())
     }
 
     fn fails(&mut self, stage: Stage) -> Result<(), Injected> {
@@ -203,7 +224,15 @@ impl Verifier for Toy {
             last =
                 self.stale.iter().skip(self.rows.len()).fold(last, |last, row| mix(last, row.key));
         }
-        self.hand_over(&[last], picks, 0.0);
+        if let Err(error) = self.hand_over(&[last], picks, 0.0) {
+            if self.has(Fault::RefusedPrefillIsCommitted) {
+                self.committed = self.rows.len();
+            } else {
+                self.rows.truncate(self.committed);
+                self.state = state;
+            }
+            return Err(error);
+        }
         self.committed = self.rows.len();
         Ok(features.iter().map(|&hidden| row(hidden)).collect())
     }
@@ -225,6 +254,7 @@ impl Verifier for Toy {
             let position = if wraps { position % 64 } else { position };
             let sees = |key: usize| match round.mask() {
                 _ if self.has(Fault::MaskBySlotOrder) => key < slot,
+                Some(_) if self.has(Fault::OneMaskWord) && key >= 64 => false,
                 Some(mask) => mask.is_visible(slot, key) && key != slot,
                 None => key < slot,
             };
@@ -237,6 +267,9 @@ impl Verifier for Toy {
             let parent = usize::try_from(tree.parents()[slot]);
             let state = parent.map_or(self.state, |parent| self.states[parent]);
             let (mut hidden, state) = self.forward(tree.tokens()[slot], position, &visible, state);
+            if self.has(Fault::WrongFromSlot33) && slot >= 33 {
+                hidden = mix(hidden, 33);
+            }
             if self.has(Fault::ChainNotCausal) && round.mask().is_none() && slot + 1 < tree.len() {
                 hidden = mix(hidden, u64::from(tree.tokens()[slot + 1]));
             }
@@ -264,8 +297,7 @@ impl Verifier for Toy {
             old.resize(hidden.len(), 7);
             hidden = old;
         }
-        self.hand_over(&hidden, picks, self.noise);
-        Ok(())
+        self.hand_over(&hidden, picks, self.noise)
     }
 
     fn commit(&mut self, plan: &CommitPlan) -> Result<Self::Features, Injected> {
@@ -274,6 +306,9 @@ impl Verifier for Toy {
         let slots: Vec<usize> = plan.slots().iter().map(|&slot| slot as usize).collect();
         let count = slots.len();
         let last = slots[count - 1];
+        let wraps = self.has(Fault::CommitsSlotsModulo64);
+        let slots = slots.into_iter().map(|slot| if wraps { slot % 64 } else { slot });
+        let slots = Vec::from_iter(slots);
         let mut rows: Vec<Row> = slots.iter().map(|&slot| self.rows[base + slot]).collect();
         if self.has(Fault::PrefixCommit) {
             rows = self.rows[base..base + count].to_vec();
@@ -380,9 +415,20 @@ fn the_first_check_that_fails_names_the_fault() {
         (Fault::ResetToPrefixKeepsARow, Check::ResetToPrefix),
         (Fault::ErrorDropsARow, Check::ErrorRecovery),
         (Fault::TreePositionsWrap, Check::LongRun),
+        (Fault::OneMaskWord, Check::TreeEqualsPaths),
+        (Fault::WrongFromSlot33, Check::TreeEqualsPaths),
+        (Fault::CommitsSlotsModulo64, Check::CommitScatteredPath),
+        (Fault::CacheOneRowShort, Check::FullCache),
+        (Fault::SkippedRowsKeepTheCursor, Check::UnwantedSlots),
+        (Fault::RefusedPrefillIsCommitted, Check::ErrorRecovery),
     ] {
+        let needs_logits =
+            matches!(fault, Fault::SkippedRowsKeepTheCursor | Fault::RefusedPrefillIsCommitted);
         for seed in 0..3 {
             for logits in [false, true] {
+                if needs_logits && !logits {
+                    continue;
+                }
                 let mut toy = Toy { logits, ..toy(fault) };
                 let report = Kit::new(&mut toy)
                     .seed(seed)
@@ -467,6 +513,29 @@ fn what_a_verifier_cannot_do_is_skipped_with_a_reason() {
     let report = run(&mut tiny);
     assert!(report.outcomes().iter().all(|o| matches!(o.verdict, Verdict::Skipped(_))), "{report}");
     assert!(!report.passed() && report.to_string().ends_with("nothing could be checked"));
+    let mut no_slots = toy(Fault::None);
+    no_slots.capabilities.max_slots = 0;
+    let report = run(&mut no_slots);
+    assert!(report.outcomes().iter().all(|o| matches!(o.verdict, Verdict::Skipped(_))), "{report}");
+    // Without a single random case, one is run nevertheless.
+    let report = Kit::new(&mut toy(Fault::MaskBySlotOrder)).trials(0).run();
+    assert!(!report.passed(), "{report}");
+    // A cache that is larger than what is filled is not said to be right.
+    let report = Kit::new(&mut toy(Fault::CacheOneRowShort)).fill(511).run();
+    assert!(matches!(verdict(&report, Check::FullCache), Verdict::Skipped(_)), "{report}");
+    assert!(report.passed(), "{report}");
+    // Wide trees can be left out.
+    let report = Kit::new(&mut toy(Fault::WrongFromSlot33)).wide_slots(33).run();
+    assert!(report.passed(), "{report}");
+    // A verifier of chains is asked for a long one.
+    let mut causal = toy(Fault::WrongFromSlot33);
+    causal.capabilities.attention = Attention::Causal;
+    let report = run(&mut causal);
+    assert_eq!(report.first_failure().map(|(check, _)| check), Some(Check::ChainEqualsPlain));
+    // Logits let the kit refuse a pick, whatever is injected.
+    let mut commits = Toy { logits: true, ..toy(Fault::RefusedPrefillIsCommitted) };
+    let report = Kit::new(&mut commits).run();
+    assert_eq!(report.first_failure().map(|(check, _)| check), Some(Check::ErrorRecovery));
     // Without closures, features and errors are not checked.
     let report = Kit::new(&mut toy(Fault::FeaturesBySlotOrder)).run();
     assert!(matches!(verdict(&report, Check::FeaturesByPath), Verdict::Skipped(_)), "{report}");

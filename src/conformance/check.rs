@@ -25,6 +25,8 @@ pub enum Check {
     EqualTokens,
     /// The picks of a tree are those of its paths, one by one.
     TreeEqualsPaths,
+    /// Picks at slots that are wanted do not depend on skipping the others.
+    UnwantedSlots,
     /// After a commit, neither the bonus nor a rejected node has a row.
     BonusNotKept,
     /// A commit of leading slots leaves what plain decoding would have.
@@ -45,6 +47,8 @@ pub enum Check {
     ErrorRecovery,
     /// A long text by trees is that of plain decoding.
     LongRun,
+    /// The cache holds as many rows as the verifier says.
+    FullCache,
     /// Arrays: padding hides itself, and leaves no row without a key.
     Padding,
     /// Arrays: siblings carry distinct tokens.
@@ -67,6 +71,7 @@ impl Check {
         Self::TokenZero,
         Self::EqualTokens,
         Self::TreeEqualsPaths,
+        Self::UnwantedSlots,
         Self::BonusNotKept,
         Self::CommitPrefix,
         Self::ZeroAcceptance,
@@ -77,6 +82,7 @@ impl Check {
         Self::ResetToPrefix,
         Self::ErrorRecovery,
         Self::LongRun,
+        Self::FullCache,
         Self::Padding,
         Self::DistinctSiblings,
         Self::Taps,
@@ -96,6 +102,7 @@ impl Check {
             Self::TokenZero => "token_zero",
             Self::EqualTokens => "equal_tokens",
             Self::TreeEqualsPaths => "tree_equals_paths",
+            Self::UnwantedSlots => "unwanted_slots",
             Self::BonusNotKept => "bonus_not_kept",
             Self::CommitPrefix => "commit_prefix",
             Self::ZeroAcceptance => "zero_acceptance",
@@ -106,6 +113,7 @@ impl Check {
             Self::ResetToPrefix => "reset_to_prefix",
             Self::ErrorRecovery => "error_recovery",
             Self::LongRun => "long_run",
+            Self::FullCache => "full_cache",
             Self::Padding => "padding",
             Self::DistinctSiblings => "distinct_siblings",
             Self::Taps => "taps",
@@ -139,7 +147,13 @@ impl Check {
             }
             Self::TokenZero => "token 0 is taken for padding",
             Self::EqualTokens => "nodes are looked up by depth and token instead of by slot",
-            Self::TreeEqualsPaths => "a mask, position or parent is wrong for some shape of tree",
+            Self::TreeEqualsPaths => {
+                "a mask, position or parent is wrong for some shape of tree, or from some slot on"
+            }
+            Self::UnwantedSlots => {
+                "rows of logits are counted by picks made, so that a skipped slot shifts those \
+                 after it, or slots are skipped that the picks lead to"
+            }
             Self::BonusNotKept => {
                 "one row too many is committed: the bonus has been chosen but not forwarded"
             }
@@ -161,6 +175,9 @@ impl Check {
             Self::ResetToPrefix => "rows beyond those kept stay visible, or too few are kept",
             Self::ErrorRecovery => "a call that failed has changed committed rows or state",
             Self::LongRun => "something drifts or wraps that short rounds do not reach",
+            Self::FullCache => {
+                "the cache has fewer rows than `max_len` says, or its last ones wrap or are clamped"
+            }
             Self::Padding => "padding is visible to the tree, or a padding row sees nothing",
             Self::DistinctSiblings => "a tree was padded with, or built from, a token twice",
             Self::Taps => {

@@ -6,13 +6,13 @@ use super::{
     Check, Finding, Outcome, Report, Verdict,
     lab::{Found, Lab, Pick, describe, grow, path_tokens},
 };
-use crate::{DraftTree, Stage, Verifier};
+use crate::{Capabilities, DraftTree, Stage, Verifier};
 
 /// A check of a verifier; what it returns early is why it does not apply.
 type Run<'k, V> = fn(&mut Lab<'k, V>) -> Found<Result<(), &'static str>>;
 
 pub(super) fn run<V: Verifier>(mut lab: Lab<'_, V>) -> Report {
-    let checks: [(Check, Run<'_, V>); 21] = [
+    let checks: [(Check, Run<'_, V>); 23] = [
         (Check::PrefillRepeats, prefill_repeats),
         (Check::Reset, reset),
         (Check::PrefillSplit, prefill_split),
@@ -24,6 +24,7 @@ pub(super) fn run<V: Verifier>(mut lab: Lab<'_, V>) -> Report {
         (Check::TokenZero, token_zero),
         (Check::EqualTokens, equal_tokens),
         (Check::TreeEqualsPaths, tree_equals_paths),
+        (Check::UnwantedSlots, unwanted_slots),
         (Check::BonusNotKept, bonus_not_kept),
         (Check::CommitPrefix, commit_prefix),
         (Check::ZeroAcceptance, zero_acceptance),
@@ -34,16 +35,19 @@ pub(super) fn run<V: Verifier>(mut lab: Lab<'_, V>) -> Report {
         (Check::ResetToPrefix, reset_to_prefix),
         (Check::ErrorRecovery, error_recovery),
         (Check::LongRun, long_run),
+        (Check::FullCache, full_cache),
     ];
-    let too_small = lab.capabilities.max_len < 40 || lab.capabilities.vocab_size < 8;
+    let Capabilities { max_len, vocab_size, max_slots, .. } = lab.capabilities;
+    let too_small = max_len < 40 || vocab_size < 8 || max_slots == 0;
     let outcomes = checks.into_iter().map(|(check, run)| {
         lab.begin(check as usize);
         let result = if too_small {
-            Ok(Err("the verifier has fewer than 40 rows or 8 tokens"))
+            Ok(Err("the verifier has fewer than 40 rows, 8 tokens or 1 slot"))
         } else {
             run(&mut lab)
         };
         let verdict = match result {
+            Ok(Ok(())) if lab.comparisons == 0 => Verdict::Skipped("nothing was compared"),
             Ok(Ok(())) => Verdict::Passed,
             Ok(Err(why)) => Verdict::Skipped(why),
             Err(finding) => Verdict::Failed(*finding),
@@ -139,6 +143,20 @@ fn check_tree<V: Verifier>(lab: &mut Lab<'_, V>, context: &[u32], tree: &DraftTr
     lab.compare(&expected, &found, || describe(context, tree))
 }
 
+/// The same for one wide tree, at some of its slots.
+fn check_wide<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<()> {
+    let context = lab.context();
+    let Some(tree) = lab.wide_tree() else { return Ok(()) };
+    let slots = lab.some_slots(&tree);
+    let expected = lab.plain_slots(&context, &tree, &slots)?;
+    lab.fresh(&context)?;
+    let found = lab.verify(context.len(), &tree)?;
+    for (slot, expected) in slots.into_iter().zip(expected) {
+        lab.compare_at(slot, expected, found[slot], || describe(&context, &tree))?;
+    }
+    Ok(())
+}
+
 fn lone_root<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), &'static str>> {
     for _ in 0..lab.kit.trials {
         let (context, root) = (lab.context(), lab.chain(1));
@@ -151,6 +169,9 @@ fn chain_equals_plain<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), &'s
     for slots in 2..2 + lab.kit.trials {
         let (context, chain) = (lab.context(), lab.chain(slots));
         check_tree(lab, &context, &chain)?;
+    }
+    if lab.trees().is_err() {
+        check_wide(lab)?;
     }
     Ok(Ok(()))
 }
@@ -238,6 +259,48 @@ fn tree_equals_paths<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), &'st
     for _ in 0..2 * lab.kit.trials {
         let (context, tree) = (lab.context(), lab.random_tree());
         check_tree(lab, &context, &tree)?;
+    }
+    check_wide(lab)?;
+    Ok(Ok(()))
+}
+
+/// A tree that the picks lead through, with nodes between those of the path.
+fn unwanted_slots<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), &'static str>> {
+    need_trees!(lab);
+    for _ in 0..lab.kit.trials {
+        let (context, mut tree) = (lab.context(), lab.chain(1));
+        let mut tip = 0;
+        for _ in 0..2 {
+            let path = path_tokens(&tree, tip);
+            let next = lab.plain(&[&context[..], &path].concat())?.token;
+            // Two nodes that the picks do not lead to, and one that they do.
+            let wrong = lab.token(&[next]);
+            let pushed = tree.push(tip, wrong, 0.0).and_then(|slot| {
+                tree.push(slot, next, 0.0)?;
+                tree.push(tip, next, 0.0)
+            });
+            tip = pushed.unwrap_or(tip);
+        }
+        lab.fresh(&context)?;
+        let expected = lab.verify(context.len(), &tree)?;
+        let found = lab.verify_wanted(&context, &tree)?;
+        let experiment =
+            || format!("{}, with slots off the path skipped", describe(&context, &tree));
+        let mut on_path = 0;
+        for slot in 0..tree.len() {
+            let is_next = slot == on_path;
+            if is_next && found[slot].is_none() {
+                let place = format!("{}, slot {slot}", experiment());
+                let (expected, found) = (expected[slot].token.to_string(), "no pick".into());
+                return Err(Box::new(Finding::Value { place, expected, found }));
+            }
+            if let Some(found) = found[slot] {
+                lab.compare_at(slot, expected[slot], found, experiment)?;
+                if is_next {
+                    on_path = tree.child(slot, found.token).unwrap_or(tree.len());
+                }
+            }
+        }
     }
     Ok(Ok(()))
 }
@@ -340,6 +403,12 @@ fn commit_scattered_path<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), 
         let (tree, last) = scattered(lab);
         check_commit(lab, &context, &tree, last)?;
     }
+    let context = lab.context();
+    if let Some(tree) = lab.wide_tree() {
+        let last =
+            (tree.len().saturating_sub(8)..tree.len()).max_by_key(|&slot| tree.depths()[slot]);
+        check_commit(lab, &context, &tree, last.unwrap_or(0))?;
+    }
     Ok(Ok(()))
 }
 
@@ -397,8 +466,7 @@ fn check_count(place: impl Fn() -> String, expected: usize, found: usize) -> Fou
 fn repeated_verify<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), &'static str>> {
     for _ in 0..lab.kit.trials {
         let (context, probes) = (lab.context(), lab.probes());
-        let mut trees = lab.probes();
-        let (Some(second), Some(first)) = (trees.pop(), trees.pop()) else { return Ok(Ok(())) };
+        let [first, second] = lab.probes();
         let last = second.len() - 1;
         let text = [&context[..], &path_tokens(&second, last)].concat();
         let expected = lab.probe_plain(&text, &probes)?;
@@ -456,7 +524,34 @@ fn reset_to_prefix<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), &'stat
     Ok(Ok(()))
 }
 
+/// A prefill whose pick is refused commits nothing. False if the verifier hands over
+/// token ids, which are not refused.
+fn refused_pick<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<bool> {
+    if !lab.capabilities.logits {
+        return Ok(false);
+    }
+    for _ in 0..lab.kit.trials {
+        let (context, refused, more) = (lab.context(), lab.context(), lab.context());
+        let expected = lab.plain(&[&context[..], &more].concat())?;
+        lab.fresh(&context)?;
+        if !lab.refused_prefill(&context, &refused)? {
+            return Ok(false);
+        }
+        let (found, _) = lab.prefill(context.len(), &more)?;
+        lab.compare(&[expected], &[found], || {
+            format!(
+                "after {context:?}, prefill of {more:?} after one of {refused:?} had its pick refused"
+            )
+        })?;
+    }
+    Ok(true)
+}
+
 fn error_recovery<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), &'static str>> {
+    let was_refused = refused_pick(lab)?;
+    if lab.kit.inject.is_none() && was_refused {
+        return Ok(Ok(()));
+    }
     if lab.kit.inject.is_none() {
         return Ok(Err("no errors are injected: see Kit::inject"));
     }
@@ -564,4 +659,37 @@ fn informed_tree<V: Verifier>(lab: &mut Lab<'_, V>, text: &[Pick]) -> DraftTree 
         }
     }
     tree
+}
+
+/// Rounds and prefills that end at the last row of the cache.
+fn full_cache<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), &'static str>> {
+    let rows = lab.capabilities.max_len;
+    if rows > lab.kit.fill {
+        return Ok(Err("the cache has more rows than are filled: see Kit::fill"));
+    }
+    // The last slot sees the row before its own, and its path alone is two rows shorter than the tree.
+    let has_trees = lab.trees().is_ok();
+    let tree = if has_trees { lab.tree(&[-1, 0, 0, 0, 3, 4]) } else { lab.chain(4) };
+    let text: Vec<u32> = (0..rows).map(|_| lab.token(&[])).collect();
+    let context = &text[..rows - tree.len()];
+    let expected = lab.plain_tree(context, &tree)?;
+    lab.fresh(context)?;
+    let found = lab.verify(context.len(), &tree)?;
+    let experiment = || {
+        let start = context.len();
+        format!("after {start} tokens, {}, up to the last of {rows} rows", describe(&[], &tree))
+    };
+    lab.compare(&expected, &found, experiment)?;
+    let last = tree.len() - 1;
+    let path = path_tokens(&tree, last);
+    lab.commit(context.len(), &tree, last)?;
+    let (committed, rest) = ([context, &path].concat(), &text[context.len() + path.len()..]);
+    if !rest.is_empty() {
+        let (found, _) = lab.prefill(committed.len(), rest)?;
+        let expected = lab.plain(&[&committed[..], rest].concat())?;
+        lab.compare(&[expected], &[found], || {
+            format!("{}, the path committed, then a prefill of {rest:?}", experiment())
+        })?;
+    }
+    Ok(Ok(()))
 }

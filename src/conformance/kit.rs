@@ -5,13 +5,16 @@ use crate::{Stage, Verifier};
 ///
 /// The verifier is reset many times; nothing that it held survives. Every check
 /// works on short random texts and trees, so that a run is a few hundred passes
-/// of a dozen tokens. Trees are left out where
+/// of a dozen tokens; two of them also on a [wide](Kit::wide_slots) tree, and the
+/// last [fills](Kit::fill) the cache. Trees are left out where
 /// [`Capabilities`](crate::Capabilities) rule them out.
 pub struct Kit<'a, V: Verifier> {
     pub(super) verifier: &'a mut V,
     pub(super) seed: u64,
     pub(super) trials: usize,
     pub(super) text_len: usize,
+    pub(super) wide_slots: usize,
+    pub(super) fill: usize,
     pub(super) lead_tolerance: f32,
     pub(super) feature_tolerance: f32,
     pub(super) rows: Option<RowsOf<'a, V::Features>>,
@@ -35,6 +38,8 @@ impl<'a, V: Verifier> Kit<'a, V> {
             seed: 0,
             trials: 4,
             text_len: 96,
+            wide_slots: 130,
+            fill: 4096,
             lead_tolerance: 1e-3,
             feature_tolerance: 1e-3,
             rows: None,
@@ -48,15 +53,38 @@ impl<'a, V: Verifier> Kit<'a, V> {
         self
     }
 
-    /// Random cases per check. Default: 4.
+    /// Random cases per check, at least 1. Default: 4.
     pub fn trials(mut self, trials: usize) -> Self {
-        self.trials = trials;
+        self.trials = trials.max(1);
         self
     }
 
     /// Tokens of the long run, or fewer if the cache is smaller. Default: 96.
+    ///
+    /// The other texts have a few dozen tokens at most. Set this above two pages of
+    /// a paged cache and above the window of sliding-window layers: nothing else
+    /// decodes across their bounds.
     pub fn text_len(mut self, tokens: usize) -> Self {
         self.text_len = tokens;
+        self
+    }
+
+    /// Slots of the widest rounds, or fewer if the verifier takes fewer. Default:
+    /// 130, two mask words of 64 bits and some more.
+    ///
+    /// One such tree is compared with its paths, at about a fifth of its slots (a
+    /// prefill each), and one has a path committed. Other trees have at most 12
+    /// slots, and so have all if this is no more.
+    pub fn wide_slots(mut self, slots: usize) -> Self {
+        self.wide_slots = slots;
+        self
+    }
+
+    /// Rows of the largest cache that is filled to its last row, in about ten
+    /// prefills of that many tokens; a larger one is not checked for it. Default:
+    /// 4,096. Give a verifier a small cache for the kit rather than raise this.
+    pub fn fill(mut self, rows: usize) -> Self {
+        self.fill = rows;
         self
     }
 
@@ -86,7 +114,8 @@ impl<'a, V: Verifier> Kit<'a, V> {
 
     /// Makes the next call of [`Stage::Prefill`], [`Stage::Verify`] or
     /// [`Stage::Commit`] fail, as far into it as the engine can. Without this,
-    /// recovery from errors is not checked.
+    /// recovery is checked only from a prefill whose pick is refused, and only of
+    /// a verifier that hands over logits.
     pub fn inject(mut self, inject: impl FnMut(&mut V, Stage) + 'a) -> Self {
         self.inject = Some(Box::new(inject));
         self

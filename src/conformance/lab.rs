@@ -3,8 +3,9 @@
 
 use super::{Finding, Kit};
 use crate::{
-    Acceptance, AncestorMask, Attention, Capabilities, CommitPlan, DraftTree, MaskForm, Picks,
-    Prefill, Recurrence, Round, Stage, Verifier, walk,
+    Acceptance, AncestorMask, Attention, Capabilities, CommitPlan, Constraint, DraftTree, MaskForm,
+    PickRule, Picks, Prefill, Recurrence, Round, Sampling, Stage, TokenPath, Verifier,
+    sample::Sampler, verifier::PickContext, walk,
 };
 
 /// What checks return on the way.
@@ -55,18 +56,74 @@ impl<'a, V: Verifier> Lab<'a, V> {
         Ok((self.take_picks("prefill", ids, leads, 1)?[0], features))
     }
 
+    /// A prefill that fails, since no token is left to be picked. False if the
+    /// verifier hands over a token id nevertheless.
+    pub(super) fn refused_prefill(&mut self, context: &[u32], tokens: &[u32]) -> Found<bool> {
+        struct Nothing;
+        impl Constraint for Nothing {
+            fn constrain(&mut self, _: TokenPath<'_>, logits: &mut [f32]) {
+                logits.fill(f32::NEG_INFINITY);
+            }
+        }
+        let text = [context, tokens].concat();
+        let (mut ids, mut by_id) = (Vec::new(), false);
+        let mut sampler = self.greedy();
+        sampler.set_constraint(Some(Box::new(Nothing)));
+        let mut picks = Picks::with(&mut ids, asking(&mut sampler, &text, None, &mut by_id));
+        let prefill = Prefill::new(context.len(), tokens);
+        let result = self.kit.verifier.prefill(&prefill, &mut picks);
+        match result {
+            _ if by_id => Ok(false),
+            Ok(_) => Err(Box::new(Finding::NoError { call: "prefill" })),
+            Err(_) => Ok(true),
+        }
+    }
+
     pub(super) fn verify(&mut self, start: usize, tree: &DraftTree) -> Found<Vec<Pick>> {
-        let (mut ids, mut leads, mut mask) = (Vec::new(), Vec::new(), AncestorMask::new());
+        let (mut ids, mut leads) = (Vec::new(), Vec::new());
+        self.verify_into(start, tree, &mut Picks::with_leads(&mut ids, &mut leads))?;
+        self.take_picks("verify", ids, leads, tree.len())
+    }
+
+    /// The picks where slots that the picks do not lead to are not wanted: `None`
+    /// where there is none. Logits are asked for if the verifier has them.
+    pub(super) fn verify_wanted(
+        &mut self,
+        context: &[u32],
+        tree: &DraftTree,
+    ) -> Found<Vec<Option<Pick>>> {
+        let text = [context, &tree.tokens()[..1]].concat();
+        let (mut ids, mut by_id) = (Vec::new(), false);
+        let mut sampler = self.greedy();
+        let mut context_of_picks = asking(&mut sampler, &text, Some(tree), &mut by_id);
+        if self.capabilities.logits {
+            context_of_picks.at_least = PickRule::Pipeline;
+        }
+        self.verify_into(context.len(), tree, &mut Picks::with(&mut ids, context_of_picks))?;
+        let vocab_size = self.capabilities.vocab_size;
+        let is_wrong = |&id: &u32| id as usize >= vocab_size && id != Picks::SKIPPED;
+        if ids.len() != tree.len() || ids.iter().any(is_wrong) {
+            let (call, accepted) = ("verify", tree.len());
+            return Err(Box::new(Finding::Picks { call, found: ids, accepted, vocab_size }));
+        }
+        let picks = ids.into_iter().map(|token| Pick { token, lead: None });
+        Ok(picks.map(|pick| (pick.token != Picks::SKIPPED).then_some(pick)).collect())
+    }
+
+    fn verify_into(&mut self, start: usize, tree: &DraftTree, picks: &mut Picks<'_>) -> Found<()> {
+        let mut mask = AncestorMask::new();
         let wants_mask = self.capabilities.mask == MaskForm::Bits && !tree.is_chain();
         if wants_mask {
             mask.build(tree);
         }
         let round = Round::new(start, tree, wants_mask.then_some(&mask));
-        self.kit
-            .verifier
-            .verify(&round, &mut Picks::with_leads(&mut ids, &mut leads))
-            .map_err(|error| failed("verify", &error))?;
-        self.take_picks("verify", ids, leads, tree.len())
+        self.kit.verifier.verify(&round, picks).map_err(|error| failed("verify", &error))
+    }
+
+    fn greedy(&self) -> Sampler {
+        let mut sampler = Sampler::default();
+        sampler.start(&Sampling::new(), self.capabilities.vocab_size, 0, 0);
+        sampler
     }
 
     /// Commits the path from the root to slot `last`; its features.
@@ -119,9 +176,19 @@ impl<'a, V: Verifier> Lab<'a, V> {
 
     /// The picks of a tree after a context, path by path.
     pub(super) fn plain_tree(&mut self, context: &[u32], tree: &DraftTree) -> Found<Vec<Pick>> {
+        self.plain_slots(context, tree, &Vec::from_iter(0..tree.len()))
+    }
+
+    /// The same of some slots.
+    pub(super) fn plain_slots(
+        &mut self,
+        context: &[u32],
+        tree: &DraftTree,
+        slots: &[usize],
+    ) -> Found<Vec<Pick>> {
         let mut text = Vec::new();
         let mut picks = Vec::new();
-        for slot in 0..tree.len() {
+        for &slot in slots {
             text.clear();
             text.extend_from_slice(context);
             text.extend(path_tokens(tree, slot));
@@ -176,20 +243,32 @@ impl<'a, V: Verifier> Lab<'a, V> {
         experiment: impl Fn() -> String,
     ) -> Found<()> {
         for (slot, (&expected, &found)) in expected.iter().zip(found).enumerate() {
-            self.comparisons += 1;
-            self.near_ties += usize::from(self.is_near_tie(expected, found));
-            if !self.is_same(expected, found) {
-                return Err(Box::new(Finding::Pick {
-                    experiment: experiment(),
-                    slot,
-                    expected: expected.token,
-                    found: found.token,
-                    expected_lead: expected.lead,
-                    found_lead: found.lead,
-                }));
-            }
+            self.compare_at(slot, expected, found, &experiment)?;
         }
         Ok(())
+    }
+
+    /// Compares the picks at one slot.
+    pub(super) fn compare_at(
+        &mut self,
+        slot: usize,
+        expected: Pick,
+        found: Pick,
+        experiment: impl Fn() -> String,
+    ) -> Found<()> {
+        self.comparisons += 1;
+        self.near_ties += usize::from(self.is_near_tie(expected, found));
+        if self.is_same(expected, found) {
+            return Ok(());
+        }
+        Err(Box::new(Finding::Pick {
+            experiment: experiment(),
+            slot,
+            expected: expected.token,
+            found: found.token,
+            expected_lead: expected.lead,
+            found_lead: found.lead,
+        }))
     }
 
     // Random cases.
@@ -217,8 +296,8 @@ impl<'a, V: Verifier> Lab<'a, V> {
         (0..len).map(|_| self.token(&[])).collect()
     }
 
-    /// Slots of the largest tree that checks use. Its tokens are distinct and not 0, and there is one
-    /// more, to change one to.
+    /// Slots of the largest tree that checks use, wide ones aside. Its tokens are distinct and not 0,
+    /// and there is one more, to change one to.
     pub(super) fn max_slots(&self) -> usize {
         12.min(self.capabilities.max_slots).min(self.capabilities.vocab_size - 2)
     }
@@ -251,10 +330,47 @@ impl<'a, V: Verifier> Lab<'a, V> {
         self.tree(&parents)
     }
 
+    /// A tree of many slots, or a chain if there can be no trees; `None` if other
+    /// trees are as large. Its tokens are not distinct.
+    pub(super) fn wide_tree(&mut self) -> Option<DraftTree> {
+        // A context comes before it.
+        let room = self.capabilities.max_len - 8;
+        let slots = self.kit.wide_slots.min(self.capabilities.max_slots).min(room);
+        if slots <= self.max_slots() {
+            return None;
+        }
+        // Paths are short, and pass through all words of a row of bits.
+        let (last_parents, max_depth) =
+            if self.trees().is_ok() { (24, 16) } else { (1, usize::MAX) };
+        let mut tree = DraftTree::new(self.token(&[]));
+        // In a tiny vocabulary a node may have all tokens below it already.
+        for _ in 0..slots.saturating_mul(4) {
+            if tree.len() == slots {
+                break;
+            }
+            let first = tree.len().saturating_sub(last_parents);
+            let parent = first + self.below(tree.len() - first);
+            let is_deep = tree.depths()[parent] as usize >= max_depth;
+            let token = self.token(&[]);
+            // A sibling may have the token.
+            let _ = tree.push(if is_deep { 0 } else { parent }, token, 0.0);
+        }
+        Some(tree)
+    }
+
+    /// Some slots of a wide tree: about one in eight, those at the ends of words of
+    /// 32 bits, and the last.
+    pub(super) fn some_slots(&mut self, tree: &DraftTree) -> Vec<usize> {
+        let last = tree.len() - 1;
+        let mut is_kept =
+            |slot: usize| slot == last || matches!(slot % 32, 0 | 31) || self.below(8) == 0;
+        (0..tree.len()).filter(|&slot| is_kept(slot)).collect()
+    }
+
     /// Trees, or chains if there can be none, that show what is committed.
-    pub(super) fn probes(&mut self) -> Vec<DraftTree> {
+    pub(super) fn probes(&mut self) -> [DraftTree; 2] {
         let second = if self.trees().is_ok() { self.random_tree() } else { self.chain(4) };
-        vec![self.chain(3), second]
+        [self.chain(3), second]
     }
 
     /// Whether trees can be verified; if not, why.
@@ -269,6 +385,17 @@ impl<'a, V: Verifier> Lab<'a, V> {
             Ok(())
         }
     }
+}
+
+/// What picks depend on where those off the path are not wanted.
+fn asking<'a>(
+    sampler: &'a mut Sampler,
+    tokens: &'a [u32],
+    tree: Option<&'a DraftTree>,
+    by_id: &'a mut bool,
+) -> PickContext<'a> {
+    let at_least = PickRule::Argmax;
+    PickContext { sampler, tokens, tree, stop_tokens: &[], everywhere: false, at_least, by_id }
 }
 
 /// The plan for the path from the root to slot `last`.

@@ -25,6 +25,9 @@
 //! | a stale state where nothing was accepted | [`Check::ZeroAcceptance`] | [`Kit`] |
 //! | features in slot order | [`Check::FeaturesByPath`] | [`Kit`] with [`features`](Kit::features) |
 //! | token 0 taken for padding | [`Check::TokenZero`] | [`Kit`] |
+//! | a mask row of one word, or any other limit on slots | [`Check::TreeEqualsPaths`] | [`Kit`] |
+//! | rows of logits shifted by slots that are skipped | [`Check::UnwantedSlots`] | [`Kit`] |
+//! | a cache of fewer rows than it says | [`Check::FullCache`] | [`Kit`] |
 //! | picks of the previous round | [`Check::FreshPicks`] | [`Kit`] |
 //! | a duplicate sibling | [`Check::DistinctSiblings`] | [`arrays::siblings`] |
 //! | taps off by one layer | [`Check::Taps`] | [`arrays::taps`] |

@@ -26,8 +26,8 @@ pub fn positions<T: Into<i64>>(
     let check = Check::PositionsFollowDepth;
     let mut found = positions.into_iter();
     for slot in 0..tree.len() {
-        let expected = (start + tree.depths()[slot] as usize) as i64;
-        let found = found.next().map(Into::into);
+        let expected = start as i128 + i128::from(tree.depths()[slot]);
+        let found = found.next().map(|position| i128::from(position.into()));
         if found != Some(expected) {
             return differs(check, format!("position of slot {slot}"), expected, found);
         }
@@ -68,7 +68,7 @@ pub fn mask(
         return differs(Check::Padding, "width".into(), expected, Some(width));
     }
     for slot in 0..tree.len() {
-        for column in 0..prefix + width {
+        for column in 0..prefix.saturating_add(width) {
             let key = column.checked_sub(prefix);
             let expected = key.is_none_or(|key| tree.ancestors(slot).any(|above| above == key));
             let found = sees(slot, column);
@@ -86,7 +86,7 @@ pub fn mask(
         }
     }
     for slot in tree.len()..width {
-        if !(0..prefix + width).any(|column| sees(slot, column)) {
+        if !(0..prefix.saturating_add(width)).any(|column| sees(slot, column)) {
             let place = format!("keys that padding slot {slot} sees");
             return differs(Check::Padding, place, "at least one", Some("none"));
         }
@@ -144,7 +144,7 @@ pub fn siblings(tokens: &[u32], parents: &[i32]) -> Result<(), Failure> {
 pub fn compaction(plan: &CommitPlan, row_at: impl Fn(usize) -> usize) -> Result<(), Failure> {
     for row in 0..plan.new_len() {
         let slot = row.checked_sub(plan.start()).map(|step| plan.slots()[step] as usize);
-        let expected = slot.map_or(row, |slot| plan.start() + slot);
+        let expected = slot.map_or(row, |slot| plan.start().saturating_add(slot));
         let found = row_at(row);
         if found != expected {
             let place = format!("row whose contents row {row} holds");

@@ -21,7 +21,7 @@
 //! # Ok::<(), ddtree::Error>(())
 //! ```
 
-use super::{Element, bits, element, room};
+use super::{Element, check_page_size, number, overflow, room};
 use crate::Error;
 
 /// Has `write` fill one part of `out` per sequence, one after another: `size`
@@ -36,7 +36,8 @@ pub fn ragged<S, T>(
     size: impl Fn(&S) -> usize,
     mut write: impl FnMut(&S, &mut [T]) -> Result<(), Error>,
 ) -> Result<usize, Error> {
-    let needed = batch.iter().map(&size).sum();
+    // More than any buffer has if it saturates.
+    let needed = batch.iter().map(&size).fold(0, usize::saturating_add);
     room(out.len(), needed)?;
     let mut rest = out;
     for sequence in batch {
@@ -71,6 +72,17 @@ pub struct Extent {
     pub slots: usize,
 }
 
+impl Extent {
+    /// Prefix and slots; `None` if they overflow.
+    fn keys(&self) -> Option<usize> {
+        self.prefix.checked_add(self.slots)
+    }
+
+    fn mask_elements(&self) -> Option<usize> {
+        self.slots.checked_mul(self.keys()?)
+    }
+}
+
 /// Writes where the slots of each sequence begin (`qo_indptr`): also the offsets
 /// of token, position, parent and link arrays.
 ///
@@ -80,7 +92,7 @@ pub struct Extent {
 /// offset does not fit the element type. The same holds for the functions
 /// below.
 pub fn slot_offsets<T: Element>(batch: &[Extent], out: &mut [T]) -> Result<(), Error> {
-    offsets(batch, out, |sequence| sequence.slots)
+    offsets(batch, out, |sequence| Some(sequence.slots))
 }
 
 /// Writes where the keys of each sequence begin, prefix and slots counted.
@@ -89,7 +101,7 @@ pub fn slot_offsets<T: Element>(batch: &[Extent], out: &mut [T]) -> Result<(), E
 ///
 /// As [`slot_offsets`].
 pub fn key_offsets<T: Element>(batch: &[Extent], out: &mut [T]) -> Result<(), Error> {
-    offsets(batch, out, |sequence| sequence.prefix + sequence.slots)
+    offsets(batch, out, Extent::keys)
 }
 
 /// Writes where the pages of each sequence begin (`kv_indptr`) in a list of all
@@ -104,7 +116,7 @@ pub fn page_offsets<T: Element>(
     out: &mut [T],
 ) -> Result<(), Error> {
     check_page_size(page_size)?;
-    offsets(batch, out, |sequence| (sequence.prefix + sequence.slots).div_ceil(page_size))
+    offsets(batch, out, |sequence| Some(sequence.keys()?.div_ceil(page_size)))
 }
 
 /// Writes how many rows of the last page of each sequence are in use
@@ -122,17 +134,11 @@ pub fn last_page_lens<T: Element>(
     check_page_size(page_size)?;
     room(out.len(), batch.len())?;
     for (sequence, out) in batch.iter().zip(out) {
-        let Some(last) = (sequence.prefix + sequence.slots).checked_sub(1) else {
+        let keys = sequence.keys().ok_or_else(|| overflow("extent"))?;
+        let Some(last) = keys.checked_sub(1) else {
             return Err(Error::setting("extent", "no rows", "at least the root"));
         };
-        *out = element("last_page_len", (last % page_size + 1) as i64)?;
-    }
-    Ok(())
-}
-
-fn check_page_size(page_size: usize) -> Result<(), Error> {
-    if page_size == 0 {
-        return Err(Error::setting("page_size", 0, "at least 1"));
+        *out = number("last_page_len", Some(last % page_size + 1))?;
     }
     Ok(())
 }
@@ -144,7 +150,7 @@ fn check_page_size(page_size: usize) -> Result<(), Error> {
 ///
 /// As [`slot_offsets`].
 pub fn mask_offsets<T: Element>(batch: &[Extent], out: &mut [T]) -> Result<(), Error> {
-    offsets(batch, out, |sequence| sequence.slots * (sequence.prefix + sequence.slots))
+    offsets(batch, out, Extent::mask_elements)
 }
 
 /// Writes where the packed mask of each sequence begins, in **bytes**: what
@@ -154,20 +160,21 @@ pub fn mask_offsets<T: Element>(batch: &[Extent], out: &mut [T]) -> Result<(), E
 ///
 /// As [`slot_offsets`].
 pub fn packed_offsets<T: Element>(batch: &[Extent], out: &mut [T]) -> Result<(), Error> {
-    offsets(batch, out, |sequence| bits::packed_len(sequence.slots, sequence.prefix))
+    offsets(batch, out, |sequence| Some(sequence.mask_elements()?.div_ceil(8)))
 }
 
 fn offsets<T: Element>(
     batch: &[Extent],
     out: &mut [T],
-    size: impl Fn(&Extent) -> usize,
+    size: impl Fn(&Extent) -> Option<usize>,
 ) -> Result<(), Error> {
     room(out.len(), batch.len() + 1)?;
-    let mut offset = 0;
-    out[0] = element("offset", 0)?;
+    let mut offset = 0usize;
+    out[0] = number("offset", Some(0))?;
     for (sequence, out) in batch.iter().zip(&mut out[1..]) {
-        offset += size(sequence);
-        *out = element("offset", offset as i64)?;
+        let end = size(sequence).and_then(|size| offset.checked_add(size));
+        *out = number("offset", end)?;
+        offset = end.unwrap_or(offset);
     }
     Ok(())
 }

@@ -10,6 +10,7 @@
 
 use half::{bf16, f16};
 
+use super::room;
 use crate::{AncestorMask, Error};
 
 /// Shape of a dense mask, in elements.
@@ -129,10 +130,7 @@ fn write<T: Copy>(
         let accepted = format_args!("at least {row} (prefix and slots)");
         return Err(Error::setting("row_stride", shape.row_stride, accepted));
     }
-    let needed = shape.needed(slots);
-    if out.len() < needed {
-        return Err(Error::BufferTooSmall { field: "out", found: out.len(), needed });
-    }
+    room(out.len(), shape.needed(slots))?;
     for (slot, row) in out.chunks_mut(shape.row_stride.max(1)).take(slots).enumerate() {
         let (prefix, tree) = row[..shape.prefix + slots].split_at_mut(shape.prefix);
         prefix.fill(visible);

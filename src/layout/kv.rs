@@ -1,6 +1,6 @@
 //! Where KV rows lie, and which of them move after acceptance.
 
-use super::room;
+use super::{check_page_size, number, overflow, room};
 use crate::{CommitPlan, Error};
 
 /// Where the rows of one KV group lie in its storage. Groups with tables or
@@ -38,9 +38,7 @@ impl<'a> Pages<'a> {
     ///
     /// If `page_size` is 0.
     pub fn new(block_table: &'a [u32], page_size: usize) -> Result<Self, Error> {
-        if page_size == 0 {
-            return Err(Error::setting("page_size", 0, "at least 1"));
-        }
+        check_page_size(page_size)?;
         Ok(Self { block_table, page_size })
     }
 }
@@ -48,18 +46,21 @@ impl<'a> Pages<'a> {
 impl RowMap for Pages<'_> {
     fn place(&self, row: usize) -> Result<usize, Error> {
         match self.block_table.get(row / self.page_size) {
-            Some(&page) => Ok(page as usize * self.page_size + row % self.page_size),
+            Some(&page) => (page as usize)
+                .checked_mul(self.page_size)
+                .and_then(|first| first.checked_add(row % self.page_size))
+                .ok_or_else(|| overflow("place")),
             None => {
-                let rows = self.block_table.len() * self.page_size;
+                let rows = self.block_table.len().saturating_mul(self.page_size);
                 Err(Error::setting("row", row, format_args!("below {rows}, the pages' rows")))
             }
         }
     }
 
     fn check(&self, start: usize, slots: usize) -> Result<(), Error> {
-        match slots {
-            0 => Ok(()),
-            _ => self.place(start + slots - 1).map(drop),
+        match slots.checked_sub(1) {
+            None => Ok(()),
+            Some(last) => self.place(row(start, last)?).map(drop),
         }
     }
 }
@@ -98,7 +99,9 @@ impl RowMap for Ring {
     /// The root sees `window - 1` rows before it. Those and the slots have to be
     /// in the ring together.
     fn check(&self, start: usize, slots: usize) -> Result<(), Error> {
-        let needed = start.min(self.window - 1) + slots;
+        // The rows themselves have to be numbers.
+        row(start, slots)?;
+        let needed = start.min(self.window - 1).saturating_add(slots);
         if needed > self.capacity {
             let accepted = format_args!(
                 "at most {}, beside the window in a ring of {}",
@@ -111,13 +114,18 @@ impl RowMap for Ring {
     }
 }
 
+/// The row of a slot of a round that starts at row `start`.
+fn row(start: usize, slot: usize) -> Result<usize, Error> {
+    start.checked_add(slot).ok_or_else(|| overflow("row"))
+}
+
 /// Writes the place of each of `slots` slots verified from row `start` on: the
 /// `slot_mapping` that paged engines write new keys and values by.
 ///
 /// # Errors
 ///
-/// If `out` is too small or the storage cannot hold the slots. Nothing is
-/// written then.
+/// If `out` is too small or the storage cannot hold the slots; nothing is
+/// written then. If a place does not fit the element type.
 pub fn write_places(
     map: &impl RowMap,
     start: usize,
@@ -127,7 +135,7 @@ pub fn write_places(
     room(out.len(), slots)?;
     map.check(start, slots)?;
     for (slot, out) in out.iter_mut().take(slots).enumerate() {
-        *out = map.place(start + slot)? as i64;
+        *out = number("place", Some(map.place(row(start, slot)?)?))?;
     }
     Ok(())
 }

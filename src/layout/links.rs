@@ -1,6 +1,6 @@
 //! Links between slots, for kernels that walk the tree themselves.
 
-use super::{Element, element, room_in};
+use super::{Element, element, number, room_in};
 use crate::{DraftTree, Error};
 
 /// Writes the first child's and the next sibling's slot of every slot, -1 where
@@ -56,7 +56,7 @@ pub fn write<T: Element>(
 /// If a row does not fit the element type.
 pub fn write_index<T: Element>(first: usize, out: &mut [T]) -> Result<(), Error> {
     for (slot, out) in out.iter_mut().enumerate() {
-        *out = element("index", (first + slot) as i64)?;
+        *out = number("index", first.checked_add(slot))?;
     }
     Ok(())
 }

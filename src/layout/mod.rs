@@ -108,6 +108,26 @@ fn element<T: Element>(field: &'static str, value: i64) -> Result<T, Error> {
         .map_err(|_| Error::setting(field, value, "a value that the element type holds"))
 }
 
+/// A number of rows, slots or elements as an element; `None` is one that overflowed.
+fn number<T: Element>(field: &'static str, value: Option<usize>) -> Result<T, Error> {
+    let value = value.ok_or_else(|| overflow(field))?;
+    match i64::try_from(value) {
+        Ok(value) => element(field, value),
+        Err(_) => Err(Error::setting(field, value, "a value that the element type holds")),
+    }
+}
+
+fn overflow(field: &'static str) -> Error {
+    Error::setting(field, "a sum or product that overflows", format_args!("at most {}", usize::MAX))
+}
+
+fn check_page_size(page_size: usize) -> Result<(), Error> {
+    if page_size == 0 {
+        return Err(Error::setting("page_size", 0, "at least 1"));
+    }
+    Ok(())
+}
+
 /// Refuses a buffer of fewer than `needed` elements.
 fn room(found: usize, needed: usize) -> Result<(), Error> {
     room_in("out", found, needed)

@@ -8,7 +8,7 @@
 //! [`AncestorMask::build_padded`](crate::AncestorMask::build_padded). It is in no
 //! list of links, so that no walk can reach it.
 
-use super::{Element, element, room};
+use super::{Element, element, number, room};
 use crate::{DraftTree, Error};
 
 /// Writes the token of every slot; padding repeats the root's.
@@ -19,7 +19,9 @@ use crate::{DraftTree, Error};
 /// `out` is unspecified then.
 pub fn write_tokens<T: Element>(tree: &DraftTree, out: &mut [T]) -> Result<(), Error> {
     let root = tree.tokens()[0];
-    fill(tree, "token", out, |slot| tree.tokens().get(slot).copied().unwrap_or(root).into())
+    fill(tree, out, |slot| {
+        element("token", tree.tokens().get(slot).copied().unwrap_or(root).into())
+    })
 }
 
 /// Writes the position of every slot: `start` (the root's position) plus its
@@ -33,8 +35,7 @@ pub fn write_positions<T: Element>(
     start: usize,
     out: &mut [T],
 ) -> Result<(), Error> {
-    let start = start as i64;
-    fill(tree, "position", out, |slot| start + depth(tree, slot))
+    fill(tree, out, |slot| number("position", start.checked_add(depth(tree, slot) as usize)))
 }
 
 /// Writes the parent slot of every slot, -1 for the root. Recurrent layers start
@@ -44,7 +45,7 @@ pub fn write_positions<T: Element>(
 ///
 /// As [`write_tokens`]; the element type must be signed.
 pub fn write_parents<T: Element>(tree: &DraftTree, out: &mut [T]) -> Result<(), Error> {
-    fill(tree, "parent", out, |slot| tree.parents().get(slot).copied().unwrap_or(0).into())
+    fill(tree, out, |slot| element("parent", tree.parents().get(slot).copied().unwrap_or(0).into()))
 }
 
 /// Writes the depth of every slot.
@@ -53,22 +54,21 @@ pub fn write_parents<T: Element>(tree: &DraftTree, out: &mut [T]) -> Result<(), 
 ///
 /// As [`write_tokens`].
 pub fn write_depths<T: Element>(tree: &DraftTree, out: &mut [T]) -> Result<(), Error> {
-    fill(tree, "depth", out, |slot| depth(tree, slot))
+    fill(tree, out, |slot| element("depth", depth(tree, slot).into()))
 }
 
-fn depth(tree: &DraftTree, slot: usize) -> i64 {
-    tree.depths().get(slot).copied().unwrap_or(1).into()
+fn depth(tree: &DraftTree, slot: usize) -> u32 {
+    tree.depths().get(slot).copied().unwrap_or(1)
 }
 
 fn fill<T: Element>(
     tree: &DraftTree,
-    field: &'static str,
     out: &mut [T],
-    value: impl Fn(usize) -> i64,
+    value: impl Fn(usize) -> Result<T, Error>,
 ) -> Result<(), Error> {
     room(out.len(), tree.len())?;
     for (slot, out) in out.iter_mut().enumerate() {
-        *out = element(field, value(slot))?;
+        *out = value(slot)?;
     }
     Ok(())
 }

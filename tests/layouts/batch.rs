@@ -146,6 +146,23 @@ fn batches_that_do_not_fit_are_refused_unwritten() {
     let huge = [Extent { prefix: i32::MAX as usize, slots: 1 }];
     let error = batch::key_offsets(&huge, &mut [0i32; 2]).unwrap_err();
     assert!(matches!(error, Error::Setting { field: "offset", .. }), "{error}");
+    // Neither sums, products nor conversions wrap.
+    for (prefix, slots) in
+        [(usize::MAX, 1), (1, usize::MAX), (usize::MAX, usize::MAX), (0, usize::MAX)]
+    {
+        let huge = [Extent { prefix, slots }, Extent { prefix: 1, slots: 1 }];
+        let mut out = [0i64; 3];
+        assert!(batch::key_offsets(&huge, &mut out).is_err());
+        assert!(batch::page_offsets(&huge, 1, &mut out).is_err());
+        assert!(batch::mask_offsets(&huge, &mut out).is_err());
+        assert!(batch::packed_offsets(&huge, &mut out).is_err());
+        assert_eq!(batch::slot_offsets(&huge, &mut out).is_err(), slots == usize::MAX);
+        assert!(batch::last_page_lens(&huge, usize::MAX, &mut out).is_err());
+    }
+    let write = |_: &usize, _: &mut [u8]| Ok(());
+    let sizes = [usize::MAX, 2];
+    let error = batch::ragged(&sizes, &mut [0; 4], |&size| size, write).unwrap_err();
+    assert_eq!(error, Error::BufferTooSmall { field: "out", found: 4, needed: usize::MAX });
     let trees = [DraftTree::new(1), DraftTree::new(2)];
     let mut tokens = [7u32; 1];
     let write = |tree: &DraftTree, out: &mut [u32]| slots::write_tokens(tree, out);

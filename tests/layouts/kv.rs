@@ -145,3 +145,32 @@ fn rows_beyond_the_pages_are_refused_unwritten() {
     assert_eq!(kv::write_moves(&plan, &pages, &mut moves), Ok(1));
     assert_eq!(moves, [(8, 7)]);
 }
+
+#[test]
+fn rows_and_places_that_overflow_are_refused() {
+    let tree = DraftTree::from_parents(&[7, 4, 9], &[-1, 0, 0]).unwrap();
+    let (mut outcome, mut plan) = (Acceptance::new(), CommitPlan::new());
+    walk(&tree, &[9, 0, 1], &mut outcome).unwrap();
+    plan.set(usize::MAX - 1, &outcome);
+
+    let (pages, ring) = (Pages::new(&[5, 2], 3).unwrap(), Ring::new(8, 4).unwrap());
+    let maps: [&dyn RowMap; 2] = [&pages, &ring];
+    for map in maps {
+        assert!(map.check(usize::MAX, 2).is_err());
+        assert!(map.check(2, usize::MAX).is_err());
+        assert!(map.check(usize::MAX, usize::MAX).is_err());
+    }
+    let (mut out, mut moves) = ([-7; 2], [(7, 7); 2]);
+    assert!(kv::write_places(&pages, usize::MAX, 2, &mut out).is_err());
+    assert!(kv::write_places(&ring, usize::MAX, 2, &mut out).is_err());
+    assert!(kv::write_moves(&plan, &pages, &mut moves).is_err());
+    assert!(kv::write_moves(&plan, &ring, &mut moves).is_err());
+    assert_eq!((out, moves), ([-7; 2], [(7, 7); 2]));
+
+    // Places of large pages: beyond all numbers, and beyond those of the elements.
+    let large = Pages::new(&[5, 2], usize::MAX / 4).unwrap();
+    assert!(large.place(0).is_err());
+    assert!(large.place(usize::MAX).is_err());
+    let half = Pages::new(&[3], usize::MAX / 4).unwrap();
+    assert!(half.place(1).is_ok() && kv::write_places(&half, 1, 1, &mut out).is_err());
+}

@@ -53,6 +53,12 @@ fn numbers_that_do_not_fit_are_refused() {
     let error = links::write(&tree, &mut [0i32; 2], &mut [0; 3]).unwrap_err();
     assert_eq!(error, Error::Length { field: "next_sibling", found: 3, accepted: 2 });
     assert_eq!(field(links::write_index(large, &mut [0i32; 2])), "index");
+    // Neither a sum nor a conversion wraps.
+    for start in [usize::MAX, usize::MAX - 1, i64::MAX as usize] {
+        assert_eq!(field(slots::write_positions(&tree, start, &mut [0i64; 2])), "position");
+        assert_eq!(field(slots::write_positions(&tree, start, &mut [0u64; 2])), "position");
+        assert_eq!(field(links::write_index(start, &mut [0i64; 2])), "index");
+    }
 }
 
 #[test]

@@ -38,9 +38,9 @@ impl CommitPlan {
         Self::default()
     }
 
-    /// Makes room for paths of `depth` nodes.
+    /// Makes room for paths of `depth` nodes; none if memory does not hold them.
     pub fn reserve(&mut self, depth: usize) {
-        self.slots.reserve((depth + 1).saturating_sub(self.slots.len()));
+        reserve(&mut self.slots, depth.saturating_add(1));
     }
 
     /// Replaces the plan by the one for an outcome of a round whose root was
@@ -61,9 +61,10 @@ impl CommitPlan {
         &self.slots
     }
 
-    /// Number of rows committed after the round.
+    /// Number of rows committed after the round. Rows saturate where no cache could
+    /// have as many, here and in [`moves`](Self::moves).
     pub fn new_len(&self) -> usize {
-        self.start + self.slots.len()
+        self.start.saturating_add(self.slots.len())
     }
 
     /// Whether the accepted slots are the first ones, so that no row has to
@@ -79,6 +80,38 @@ impl CommitPlan {
     pub fn moves(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
         let rows = self.slots.iter().enumerate();
         rows.filter(|&(to, &from)| to != from as usize)
-            .map(|(to, &from)| (self.start + from as usize, self.start + to))
+            .map(|(to, &from)| (self.row(from as usize), self.row(to)))
+    }
+
+    fn row(&self, slot: usize) -> usize {
+        self.start.saturating_add(slot)
+    }
+}
+
+/// Makes room for `len` elements in all. A hint: what cannot be had is found where it
+/// is used.
+pub(crate) fn reserve<T>(list: &mut Vec<T>, len: usize) {
+    let _ = list.try_reserve(len.saturating_sub(list.len()));
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{AncestorMask, DraftTree, StatePlan, walk};
+
+    #[test]
+    fn numbers_beyond_any_memory_are_no_panic() {
+        let tree = DraftTree::from_parents(&[7, 4, 9], &[-1, 0, 0]).unwrap();
+        let (mut outcome, mut plan) = (Acceptance::new(), CommitPlan::new());
+        for len in [usize::MAX, usize::MAX / 8] {
+            outcome.reserve(len);
+            plan.reserve(len);
+            AncestorMask::new().reserve(len);
+            StatePlan::new(3).reserve(len);
+        }
+        walk(&tree, &[9, 0, 0], &mut outcome).unwrap();
+        plan.set(usize::MAX - 1, &outcome);
+        assert_eq!(plan.new_len(), usize::MAX);
+        assert_eq!(plan.moves().collect::<Vec<_>>(), [(usize::MAX, usize::MAX)]);
     }
 }

@@ -1,4 +1,4 @@
-use crate::{DraftTree, Error};
+use crate::{DraftTree, Error, commit::reserve};
 
 /// Which slots each slot of a tree attends to: its ancestors and itself.
 ///
@@ -30,10 +30,9 @@ impl AncestorMask {
     }
 
     /// Makes room for trees of `slots` slots, so that building their masks
-    /// allocates nothing.
+    /// allocates nothing; no room if memory does not hold them.
     pub fn reserve(&mut self, slots: usize) {
-        let words = slots * slots.div_ceil(64);
-        self.rows.reserve(words.saturating_sub(self.rows.len()));
+        reserve(&mut self.rows, slots.saturating_mul(slots.div_ceil(64)));
     }
 
     /// Replaces the mask by that of `tree`.
@@ -52,7 +51,8 @@ impl AncestorMask {
     ///
     /// # Errors
     ///
-    /// If `width` is less than the number of slots. The mask is unchanged then.
+    /// If `width` is less than the number of slots, or memory does not hold the
+    /// mask. The mask is unchanged then.
     ///
     /// ```
     /// use ddtree::{AncestorMask, DraftTree};
@@ -68,8 +68,19 @@ impl AncestorMask {
             let accepted = format_args!("at least the {} slots of the tree", tree.len());
             return Err(Error::setting("width", width, accepted));
         }
+        self.check_memory("width", width)?;
         self.fill(tree, width);
         Ok(())
+    }
+
+    /// Makes room for the rows of `slots` slots.
+    fn check_memory(&mut self, field: &'static str, slots: usize) -> Result<(), Error> {
+        let words = slots.checked_mul(slots.div_ceil(64));
+        let more = words.map(|words| words.saturating_sub(self.rows.len()));
+        if more.is_some_and(|more| self.rows.try_reserve(more).is_ok()) {
+            return Ok(());
+        }
+        Err(Error::setting(field, slots, "as many slots as memory holds the mask of"))
     }
 
     fn fill(&mut self, tree: &DraftTree, width: usize) {

@@ -1,4 +1,4 @@
-use crate::{DraftTree, Error};
+use crate::{DraftTree, Error, commit::reserve};
 
 /// How the recurrent layers of a target run over a tree and what they keep of
 /// it: the companion of [`CommitPlan`](crate::CommitPlan), which does the same
@@ -69,16 +69,13 @@ impl StatePlan {
         Self { window_len, ..Self::default() }
     }
 
-    /// Makes room for trees of `slots` slots.
+    /// Makes room for trees of `slots` slots; none if memory does not hold them.
     pub fn reserve(&mut self, slots: usize) {
-        fn reserve<T>(list: &mut Vec<T>, len: usize) {
-            list.reserve(len.saturating_sub(list.len()));
-        }
         reserve(&mut self.tokens, slots);
         reserve(&mut self.parents, slots);
         reserve(&mut self.by_depth, slots);
         reserve(&mut self.group_ends, slots);
-        reserve(&mut self.ancestors, slots * self.window_len);
+        reserve(&mut self.ancestors, slots.saturating_mul(self.window_len));
         reserve(&mut self.path, slots);
         reserve(&mut self.replay, slots);
         reserve(&mut self.window, self.window_len);
@@ -200,7 +197,10 @@ impl StatePlan {
     /// [`window_len`](Self::window_len) entries; empty for a slot outside the
     /// tree. Entry -1 is the last input before the round, -2 the one before.
     pub fn ancestors(&self, slot: usize) -> &[i32] {
-        self.ancestors.get(slot * self.window_len..(slot + 1) * self.window_len).unwrap_or(&[])
+        if slot >= self.slots() {
+            return &[];
+        }
+        &self.ancestors[slot * self.window_len..][..self.window_len]
     }
 
     /// The slot whose state is to be committed: the deepest one accepted.

@@ -1,4 +1,4 @@
-use crate::{DraftTree, Error};
+use crate::{DraftTree, Error, commit::reserve};
 
 /// The outcome of a round: the path that was accepted, and the bonus.
 ///
@@ -18,10 +18,10 @@ impl Acceptance {
         Self::default()
     }
 
-    /// Makes room for paths of `depth` nodes.
+    /// Makes room for paths of `depth` nodes; none if memory does not hold them.
     pub fn reserve(&mut self, depth: usize) {
-        self.path.reserve((depth + 1).saturating_sub(self.path.len()));
-        self.tokens.reserve((depth + 1).saturating_sub(self.tokens.len()));
+        reserve(&mut self.path, depth.saturating_add(1));
+        reserve(&mut self.tokens, depth.saturating_add(1));
     }
 
     /// Slots accepted, root first, ascending.

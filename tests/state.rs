@@ -71,6 +71,7 @@ fn plans_equal_those_of_a_naive_twin() {
                 assert_eq!(plan.is_prefix(), contiguous);
             }
             assert!(plan.ancestors(tree.len()).is_empty());
+            assert!(plan.ancestors(usize::MAX).is_empty());
         }
     }
 }

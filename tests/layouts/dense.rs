@@ -37,6 +37,12 @@ fn padded_masks_hide_padding_and_leave_no_row_without_a_key() {
         unpadded.build(&tree);
         mask.build_padded(&tree, tree.len()).unwrap();
         assert_eq!(mask, unpadded);
+        let before = mask.clone();
+        for width in [usize::MAX, usize::MAX / 8, usize::MAX / 512] {
+            let error = mask.build_padded(&tree, width).unwrap_err();
+            assert!(matches!(error, Error::Setting { field: "width", .. }), "{error}");
+            assert_eq!(mask, before);
+        }
         let error = mask.build_padded(&tree, tree.len() - 1).unwrap_err();
         assert!(matches!(error, Error::Setting { field: "width", .. }), "{error}");
         assert_eq!(mask, unpadded, "a refused width changes nothing");

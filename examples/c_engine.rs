@@ -319,7 +319,13 @@ pub mod boundary {
         match run(session) {
             Ok(()) => 0,
             Err(error) => {
+                // What is wrong with a row of logits is in the error's source.
                 session.error = error.to_string();
+                let mut source = std::error::Error::source(&error);
+                while let Some(cause) = source {
+                    session.error = format!("{}: {cause}", session.error);
+                    source = cause.source();
+                }
                 -1
             }
         }

@@ -73,7 +73,7 @@ pub enum Error {
         vocab_size: usize,
     },
     /// A row of logits cannot be turned into a pick or into log-probabilities.
-    #[error("logits of row {row}: {source}")]
+    #[error("logits of row {row} are refused")]
     Logits {
         /// Index of the row: the slot of a round, or the depth - 1 of a proposal.
         row: usize,

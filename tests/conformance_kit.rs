@@ -578,6 +578,37 @@ fn engine_errors_and_wrong_counts_are_findings() {
         panic!("{report}");
     };
     assert_eq!(error, "injected");
+    // The text of an error is that of its sources too, each once.
+    struct Nan;
+    impl Verifier for Nan {
+        type Features = ();
+        type Error = ddtree::Error;
+        fn capabilities(&self) -> Capabilities {
+            Capabilities::new(50, 100)
+        }
+        fn reset(&mut self, _: usize) -> Result<(), ddtree::Error> {
+            Ok(())
+        }
+        fn prefill(&mut self, _: &Prefill<'_>, picks: &mut Picks<'_>) -> Result<(), ddtree::Error> {
+            picks.push_logits(&[f32::NAN; 50])
+        }
+        fn verify(&mut self, _: &Round<'_>, _: &mut Picks<'_>) -> Result<(), ddtree::Error> {
+            Ok(())
+        }
+        fn commit(&mut self, _: &CommitPlan) -> Result<(), ddtree::Error> {
+            Ok(())
+        }
+    }
+    let report = Kit::new(&mut Nan).run();
+    let Some((Check::PrefillRepeats, Finding::Engine { call: "prefill", error })) =
+        report.first_failure()
+    else {
+        panic!("{report}");
+    };
+    assert_eq!(
+        error,
+        "logits of row 0 are refused: logits[0] is NaN, every entry must be finite or -inf"
+    );
     // A verifier that never fails cannot be one whose errors were injected.
     let report = Kit::new(&mut toy(Fault::None)).inject(|_, _| ()).run();
     let failure = report.first_failure();

@@ -14,9 +14,16 @@ fn toys(max_len: usize) -> Decoder<(Target, Guesser)> {
     Decoder::new((Target::new(max_len), Guesser::new(4, 50)), &config).unwrap()
 }
 
-/// The message says all of this.
-fn says(error: impl std::fmt::Display, parts: &[&str]) {
-    let message = error.to_string();
+/// The message and those of its sources say all of this, and nothing twice.
+fn says(error: impl std::error::Error, parts: &[&str]) {
+    let mut message = error.to_string();
+    let mut source = error.source();
+    while let Some(cause) = source {
+        let cause_says = cause.to_string();
+        assert!(!message.contains(&cause_says), "{message:?} says {cause_says:?} already");
+        message = format!("{message}: {cause_says}");
+        source = cause.source();
+    }
     for part in parts {
         assert!(message.contains(part), "{message:?} does not say {part:?}");
     }

@@ -83,6 +83,39 @@ impl AncestorMask {
         Err(Error::setting(field, slots, "as many slots as memory holds the mask of"))
     }
 
+    /// Replaces the mask by that of `slots` slots of which each sees itself and all
+    /// before it: a chain, or a prefill, where one kernel call has one form of mask
+    /// for all sequences of a batch, trees among them.
+    ///
+    /// # Errors
+    ///
+    /// If memory does not hold the mask. It is unchanged then.
+    ///
+    /// # Complexity
+    ///
+    /// O(n²/64) for n slots.
+    ///
+    /// ```
+    /// use ddtree::AncestorMask;
+    ///
+    /// let mut mask = AncestorMask::new();
+    /// mask.build_causal(3)?;
+    /// assert_eq!(mask.rows(), [0b001, 0b011, 0b111]);
+    /// # Ok::<(), ddtree::Error>(())
+    /// ```
+    pub fn build_causal(&mut self, slots: usize) -> Result<(), Error> {
+        self.check_memory("slots", slots)?;
+        self.slots = slots;
+        let words = self.words_per_row();
+        self.rows.clear();
+        self.rows.resize(slots * words, 0);
+        for (slot, row) in self.rows.chunks_exact_mut(words.max(1)).enumerate() {
+            row[..slot / 64].fill(u64::MAX);
+            row[slot / 64] = u64::MAX >> (63 - slot % 64);
+        }
+        Ok(())
+    }
+
     fn fill(&mut self, tree: &DraftTree, width: usize) {
         self.slots = width;
         let words = self.words_per_row();

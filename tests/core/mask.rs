@@ -67,6 +67,28 @@ fn a_chain_is_causal_and_siblings_are_blind_to_one_another() {
 }
 
 #[test]
+fn a_causal_mask_is_that_of_a_chain() {
+    let (mut mask, mut of_chain) = (AncestorMask::new(), AncestorMask::new());
+    // One object for all sizes: nothing of a larger mask may stay.
+    for slots in [300, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129] {
+        let line: Vec<i32> = (-1..slots - 1).collect();
+        let chain = DraftTree::from_parents(&vec![5; slots as usize], &line).unwrap();
+        mask.build_causal(slots as usize).unwrap();
+        assert_ancestors(&chain, &mask);
+        of_chain.build(&chain);
+        assert_eq!(mask, of_chain);
+    }
+    let before = mask.clone();
+    for slots in [usize::MAX, usize::MAX / 8] {
+        let error = mask.build_causal(slots).unwrap_err();
+        assert!(matches!(error, Error::Setting { field: "slots", .. }), "{error}");
+        assert_eq!(mask, before);
+    }
+    mask.build_causal(0).unwrap();
+    assert_eq!(mask, AncestorMask::new());
+}
+
+#[test]
 fn nothing_outside_the_tree_is_visible() {
     let mut mask = AncestorMask::new();
     assert!(!mask.is_visible(0, 0));

@@ -14,7 +14,7 @@ use clap::Parser;
 use ddtree::candle::{CandleTarget, DecoderConfig, DecoderModel, StateMethod, Weights};
 use ddtree::{
     Acceptance, AncestorMask, BestFirst, CommitPlan, DraftTree, Picks, Prefill, Proposal, Round,
-    TreeSettings, Verifier, walk,
+    TreeSettings, Verifier,
 };
 
 const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/tiny-qwen3_5/target");
@@ -154,15 +154,13 @@ fn draft(budget: usize) -> Result<DraftTree> {
 
 /// The outcome that accepts `nodes` drafted tokens, or as many as the first path has.
 fn accept(tree: &DraftTree, nodes: usize) -> Result<Acceptance> {
-    let mut picks = vec![u32::MAX; tree.len()];
     let mut slot = 0;
     for _ in 0..nodes {
         let Some(child) = tree.children(slot).next() else { break };
-        picks[slot] = tree.tokens()[child];
         slot = child;
     }
     let mut outcome = Acceptance::new();
-    walk(tree, &picks, &mut outcome)?;
+    outcome.set(tree, slot, 0)?;
     Ok(outcome)
 }
 

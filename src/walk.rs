@@ -13,7 +13,7 @@ pub struct Acceptance {
 }
 
 impl Acceptance {
-    /// An outcome to be filled by [`walk`]; holds nothing yet.
+    /// An outcome to be filled by [`walk`] or [`set`](Self::set); holds nothing yet.
     pub fn new() -> Self {
         Self::default()
     }
@@ -22,6 +22,49 @@ impl Acceptance {
     pub fn reserve(&mut self, depth: usize) {
         reserve(&mut self.path, depth.saturating_add(1));
         reserve(&mut self.tokens, depth.saturating_add(1));
+    }
+
+    /// Replaces the outcome by the path from the root of `tree` to slot `last`, and
+    /// `bonus` after it: for engines whose kernels walk the tree themselves. Whether
+    /// the target picks that path is theirs to know, and so is whether the bonus
+    /// could have gone on to a child of `last`.
+    ///
+    /// # Errors
+    ///
+    /// If the tree has no slot `last`. The outcome is unchanged then.
+    ///
+    /// # Complexity
+    ///
+    /// Linear in the depth of `last`.
+    ///
+    /// ```
+    /// use ddtree::{Acceptance, DraftTree, walk};
+    ///
+    /// let tree = DraftTree::from_parents(&[7, 4, 9, 5], &[-1, 0, 0, 1])?;
+    /// let mut outcome = Acceptance::new();
+    /// outcome.set(&tree, 3, 8)?;
+    /// assert_eq!(outcome.path(), [0, 1, 3]);
+    /// assert_eq!(outcome.tokens(), [4, 5, 8]);
+    ///
+    /// let mut walked = Acceptance::new();
+    /// walk(&tree, &[4, 5, 0, 8], &mut walked)?;
+    /// assert_eq!(outcome, walked);
+    /// # Ok::<(), ddtree::Error>(())
+    /// ```
+    pub fn set(&mut self, tree: &DraftTree, last: usize, bonus: u32) -> Result<(), Error> {
+        let Some(&depth) = tree.depths().get(last) else {
+            let accepted = format_args!("a slot of the tree, below {}", tree.len());
+            return Err(Error::setting("last", last, accepted));
+        };
+        self.path.clear();
+        self.path.resize(depth as usize + 1, 0);
+        for (out, slot) in self.path.iter_mut().rev().zip(tree.ancestors(last)) {
+            *out = slot as u32;
+        }
+        self.tokens.clear();
+        self.tokens.extend(self.path[1..].iter().map(|&slot| tree.tokens()[slot as usize]));
+        self.tokens.push(bonus);
+        Ok(())
     }
 
     /// Slots accepted, root first, ascending.
@@ -35,7 +78,7 @@ impl Acceptance {
         &self.tokens
     }
 
-    /// The next root; `None` before any walk.
+    /// The next root; `None` before any outcome.
     pub fn bonus(&self) -> Option<u32> {
         self.tokens.last().copied()
     }
@@ -110,6 +153,22 @@ mod tests {
             assert!(matches!(error, Error::Length { field: "picks", accepted: 1, .. }));
         }
         assert_eq!(outcome.bonus(), None);
+    }
+
+    #[test]
+    fn a_path_ends_in_the_tree() {
+        let tree = DraftTree::from_parents(&[7, 4, 5], &[-1, 0, 0]).unwrap();
+        let mut outcome = Acceptance::new();
+        outcome.set(&tree, 2, 6).unwrap();
+        let before = outcome.clone();
+        for last in [3, usize::MAX] {
+            let error = outcome.set(&tree, last, 6).unwrap_err();
+            assert!(matches!(error, Error::Setting { field: "last", .. }), "{error}");
+            assert_eq!(outcome, before);
+        }
+        // A lone root, and a bonus that names a child.
+        outcome.set(&tree, 0, 5).unwrap();
+        assert_eq!((outcome.path(), outcome.tokens()), (&[0][..], &[5][..]));
     }
 
     #[test]

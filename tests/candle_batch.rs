@@ -10,7 +10,6 @@ use ddtree::{
     Plan, Prefill, Request, Round, Session, Verifier,
     candle::{BatchEntry, CandleTarget, DecoderModel, Forward, KvCache, Want, verify_batch},
     tree::SharedBudget,
-    walk,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -71,13 +70,9 @@ fn mask_of(tree: &DraftTree) -> Option<AncestorMask> {
 
 /// Accepts the path to the deepest slot.
 fn plan_of(tree: &DraftTree, start: usize) -> CommitPlan {
-    let mut picks = vec![u32::MAX; tree.len()];
     let last = (0..tree.len()).max_by_key(|&slot| tree.depths()[slot]).unwrap();
-    for slot in tree.ancestors(last).filter(|&slot| slot > 0) {
-        picks[tree.parents()[slot] as usize] = tree.tokens()[slot];
-    }
     let (mut outcome, mut plan) = (Acceptance::new(), CommitPlan::new());
-    walk(tree, &picks, &mut outcome).unwrap();
+    outcome.set(tree, last, 0).unwrap();
     plan.set(start, &outcome);
     plan
 }
@@ -325,7 +320,7 @@ fn a_batch_that_cannot_run_changes_nothing() {
     assert!(result.unwrap_err().to_string().contains("one model for a batch"));
     assert_eq!((a, b), (0, 0));
     let (mut plan, mut outcome) = (CommitPlan::new(), Acceptance::new());
-    walk(&tree, &[0], &mut outcome).unwrap();
+    outcome.set(&tree, 0, 0).unwrap();
     plan.set(3, &outcome);
     let mut second = target(&model, &[4, 5]);
     for fails_first in [false, true] {

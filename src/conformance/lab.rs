@@ -5,7 +5,7 @@ use super::{Finding, Kit};
 use crate::{
     Acceptance, AncestorMask, Attention, Capabilities, CommitPlan, Constraint, DraftTree, MaskForm,
     PickRule, Picks, Prefill, Recurrence, Round, Sampling, Stage, TokenPath, Verifier,
-    sample::Sampler, verifier::PickContext, walk,
+    sample::Sampler, verifier::PickContext,
 };
 
 /// What checks return on the way.
@@ -400,18 +400,10 @@ fn asking<'a>(
 
 /// The plan for the path from the root to slot `last`.
 pub(super) fn plan_to(start: usize, tree: &DraftTree, last: usize) -> CommitPlan {
-    let mut nobody = 0;
-    while tree.tokens().contains(&nobody) {
-        nobody += 1;
-    }
-    let mut picks = vec![nobody; tree.len()];
-    for slot in tree.ancestors(last).filter(|&slot| slot > 0) {
-        picks[tree.parents()[slot] as usize] = tree.tokens()[slot];
-    }
     let (mut outcome, mut plan) = (Acceptance::new(), CommitPlan::new());
-    // There is a pick for every slot.
-    let walked = walk(tree, &picks, &mut outcome);
-    debug_assert!(walked.is_ok());
+    // Checks choose slots of the tree; the bonus is not in a plan.
+    let is_set = outcome.set(tree, last, 0);
+    debug_assert!(is_set.is_ok());
     plan.set(start, &outcome);
     plan
 }

@@ -109,18 +109,18 @@ proptest! {
         prop_assert_eq!(&tokens[..tokens.len() - 1], &nodes[..]);
         prop_assert_eq!(outcome.accepted(), tree.depths()[last] as usize);
         prop_assert_eq!(tree.child(last, outcome.bonus().unwrap()), None);
+        // The same path from elsewhere is the same outcome.
+        let mut set = Acceptance::new();
+        set.set(&tree, tree.len() - 1, 0).unwrap();
+        set.set(&tree, last, outcome.bonus().unwrap()).unwrap();
+        prop_assert_eq!(&set, &outcome);
     }
 
     #[test]
     fn moving_rows_by_plan_gathers_the_path(tree in tree(), leaf: prop::sample::Index, start in 0usize..9) {
-        // Any path of the tree, by picks that lead to its end.
-        let end = leaf.index(tree.len());
-        let mut picks = vec![VOCAB; tree.len()];
-        tree.ancestors(end).filter(|&slot| slot != 0).for_each(|slot| {
-            picks[tree.parents()[slot] as usize] = tree.tokens()[slot];
-        });
+        // Any path of the tree.
         let mut outcome = Acceptance::new();
-        walk(&tree, &picks, &mut outcome).unwrap();
+        outcome.set(&tree, leaf.index(tree.len()), VOCAB).unwrap();
         let mut plan = CommitPlan::new();
         plan.set(start, &outcome);
 

@@ -4,7 +4,7 @@ use candle_core::DType;
 use ddtree::candle::{CandleTarget, DecoderModel, StateMethod};
 use ddtree::{
     Acceptance, AncestorMask, Capabilities, CommitPlan, DraftTree, Picks, Prefill, Recurrence,
-    Round, Verifier, walk,
+    Round, Verifier,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -43,15 +43,8 @@ fn verify(target: &mut CandleTarget, tree: &DraftTree) {
 
 /// The plan that commits the path to `slot`, whatever the model would have picked.
 fn plan(start: usize, tree: &DraftTree, slot: usize) -> CommitPlan {
-    // A pick that names no child ends the walk.
-    let mut picks = vec![u32::MAX; tree.len()];
-    let mut below = slot;
-    while let Ok(parent) = usize::try_from(tree.parents()[below]) {
-        picks[parent] = tree.tokens()[below];
-        below = parent;
-    }
     let (mut outcome, mut plan) = (Acceptance::new(), CommitPlan::new());
-    walk(tree, &picks, &mut outcome).unwrap();
+    outcome.set(tree, slot, 0).unwrap();
     plan.set(start, &outcome);
     plan
 }

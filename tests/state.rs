@@ -1,5 +1,8 @@
 //! The state plan against a naive twin, and recurrent targets that are built on it.
 
+#[path = "common/tree.rs"]
+mod tree;
+
 use std::convert::Infallible;
 
 use ddtree::{
@@ -7,15 +10,7 @@ use ddtree::{
     Picks, Prefill, Proposal, ProposalRequest, Recurrence, Request, Round, StatePlan, Verifier,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
-
-fn random_tree(rng: &mut StdRng, nodes: usize) -> DraftTree {
-    let mut tree = DraftTree::new(rng.random_range(0..50));
-    for token in 0..nodes {
-        let parent = rng.random_range(0..tree.len());
-        tree.push(parent, token as u32, 0.0).unwrap();
-    }
-    tree
-}
+use tree::random_tree;
 
 /// Slots from the root to `slot`, by following parents.
 fn naive_path(tree: &DraftTree, slot: usize) -> Vec<i32> {
@@ -40,7 +35,7 @@ fn plans_equal_those_of_a_naive_twin() {
         let mut plan = StatePlan::new(window_len);
         assert_eq!(plan.window_len(), window_len);
         for nodes in [0, 1, 2, 5, 30, 100] {
-            let tree = random_tree(&mut rng, nodes);
+            let tree = random_tree(&mut rng, nodes + 1, 200);
             plan.set(&tree);
             assert_eq!(plan.slots(), nodes + 1);
             assert_eq!(plan.parents(), tree.parents());

@@ -263,7 +263,7 @@ fn half_types_stay_near_f32() {
             let found = logits(&model, &mut cache, &tokens);
             assert_rows_close(&found, &exact, tolerance, &format!("{dtype:?}"));
             // A tree mask and commits work in the type as well.
-            let tree = random_tree(&mut StdRng::seed_from_u64(2), 9, config.vocab_size);
+            let tree = random_tree(&mut StdRng::seed_from_u64(2), 9, config.vocab_size as u32);
             feed(&model, &mut cache, &tokens);
             tree_logits(&model, &mut cache, &tree);
             cache.commit(30, &path(&tree, 8)).unwrap();

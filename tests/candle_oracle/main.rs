@@ -8,6 +8,8 @@ mod gguf;
 mod loader;
 mod logits;
 mod naive;
+#[path = "../common/tree.rs"]
+mod random;
 mod rope;
 mod support;
 mod target;

@@ -11,6 +11,8 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 use serde_json::{Value, json};
 
+pub use crate::random::random_tree;
+
 pub const TINY: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/tiny-qwen3/target");
 
 /// A small `config.json` of a family, with `changes` on top (`null` removes nothing, it sets null).
@@ -156,24 +158,6 @@ pub fn feed(model: &DecoderModel, cache: &mut KvCache, tokens: &[u32]) {
         logits(model, cache, tokens);
         cache.extend(tokens.len()).unwrap();
     }
-}
-
-/// A random tree of `slots` slots whose shape is anything between a chain and a star.
-pub fn random_tree(rng: &mut StdRng, slots: usize, vocab_size: usize) -> DraftTree {
-    let mut tokens = vec![rng.random_range(0..vocab_size as u32)];
-    let mut parents = vec![-1i32];
-    let reach = rng.random_range(1..=slots);
-    while tokens.len() < slots {
-        let oldest = tokens.len().saturating_sub(reach);
-        let parent = rng.random_range(oldest..tokens.len()) as i32;
-        let token = rng.random_range(0..vocab_size as u32);
-        let taken = parents.iter().zip(&tokens).any(|(p, t)| (*p, *t) == (parent, token));
-        if !taken {
-            tokens.push(token);
-            parents.push(parent);
-        }
-    }
-    DraftTree::from_parents(&tokens, &parents).unwrap()
 }
 
 /// The slots from the root to `slot`.

@@ -38,7 +38,7 @@ fn every_slot_equals_its_path_run_alone() {
         for slots in [1, 2, 7, 20, 70] {
             let prefix_len = rng.random_range(0..30);
             let prefix = random_tokens(rng, prefix_len, model.config().vocab_size);
-            let tree = random_tree(rng, slots, model.config().vocab_size);
+            let tree = random_tree(rng, slots, model.config().vocab_size as u32);
             check_paths(&model, &prefix, &tree, &format!("{changes}, {slots} slots"));
         }
     }
@@ -50,7 +50,7 @@ fn every_slot_of_the_tiny_target_equals_its_path_run_alone() {
     let model = DecoderModel::load(TINY, candle_core::DType::F32, &device).unwrap();
     let rng = &mut StdRng::seed_from_u64(12);
     let prefix = random_tokens(rng, 50, model.config().vocab_size);
-    let tree = random_tree(rng, 40, model.config().vocab_size);
+    let tree = random_tree(rng, 40, model.config().vocab_size as u32);
     check_paths(&model, &prefix, &tree, "tiny target");
 }
 
@@ -63,7 +63,7 @@ fn windowed_trees_equal_the_plain_loops() {
     let tensors = random_tensors(&config, 13);
     let rng = &mut StdRng::seed_from_u64(13);
     let prefix = random_tokens(rng, 9, config.vocab_size);
-    let tree = random_tree(rng, 24, config.vocab_size);
+    let tree = random_tree(rng, 24, config.vocab_size as u32);
 
     let tokens: Vec<u32> = prefix.iter().chain(tree.tokens()).copied().collect();
     let depths = tree.depths().iter().map(|depth| 9 + depth);

@@ -3,7 +3,7 @@
 use ddtree::{AncestorMask, BestFirst, DraftTree, Proposal, TreeSettings};
 use serde::Deserialize;
 
-use crate::naive;
+use crate::random;
 
 #[derive(Deserialize)]
 struct File {
@@ -54,7 +54,7 @@ fn all_trees_equal_the_reference_slot_by_slot() {
             let wanted = match &case.visibility {
                 Some(rows) => rows[query].clone(),
                 None => (0..tree.len())
-                    .map(|key| if naive::is_ancestor(&tree, query, key) { '1' } else { '0' })
+                    .map(|key| if random::is_ancestor(&tree, query, key) { '1' } else { '0' })
                     .collect(),
             };
             assert_eq!(seen, wanted, "{name}, row {query}");

@@ -8,6 +8,8 @@
 //! say in a comment what it looked like.
 
 mod naive;
+#[path = "../common/tree.rs"]
+mod random;
 mod toy;
 
 mod bad_input;

@@ -6,20 +6,13 @@ use ddtree::{
 };
 use half::{bf16, f16};
 use proptest::prelude::*;
+use rand::{SeedableRng, rngs::StdRng};
 
-use crate::{naive, toy::mix};
+use crate::random::{is_ancestor, random_tree};
 
-/// A tree whose shape is drawn from `seed`; the younger the parents, the deeper.
-pub fn random_tree(slots: usize, seed: u64) -> DraftTree {
-    let reach = 1 + mix(seed) as usize % 12;
-    let parents: Vec<i32> = (0..slots)
-        .map(|slot| match slot {
-            0 => -1,
-            _ => (slot - 1).saturating_sub(mix(seed + slot as u64) as usize % reach) as i32,
-        })
-        .collect();
-    let tokens: Vec<u32> = (0..slots as u32).collect();
-    DraftTree::from_parents(&tokens, &parents).unwrap()
+/// A tree whose shape is drawn from `seed`.
+fn tree_of(slots: usize, seed: u64) -> DraftTree {
+    random_tree(&mut StdRng::seed_from_u64(seed), slots, 400)
 }
 
 fn assert_ancestors(tree: &DraftTree, mask: &AncestorMask) {
@@ -27,7 +20,7 @@ fn assert_ancestors(tree: &DraftTree, mask: &AncestorMask) {
     assert_eq!(mask.rows().len(), mask.slots() * mask.words_per_row());
     for query in 0..tree.len() {
         for key in 0..tree.len() {
-            assert_eq!(mask.is_visible(query, key), naive::is_ancestor(tree, query, key));
+            assert_eq!(mask.is_visible(query, key), is_ancestor(tree, query, key));
         }
         // Nothing beyond the slots, so that rows can be handed out as words.
         let ones: u32 = mask.row(query).iter().map(|word| word.count_ones()).sum();
@@ -41,7 +34,7 @@ fn rows_are_the_ways_to_the_root_at_sizes_around_word_bounds() {
     let mut mask = AncestorMask::new();
     for slots in [300, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129] {
         for seed in 0..4 {
-            let tree = random_tree(slots, seed);
+            let tree = tree_of(slots, seed);
             // One object for all sizes: nothing of a larger tree may stay.
             mask.build(&tree);
             assert_ancestors(&tree, &mask);
@@ -129,7 +122,7 @@ proptest! {
         gap in 0usize..5,
     ) {
         let mut mask = AncestorMask::new();
-        mask.build(&random_tree(slots, seed % 1000));
+        mask.build(&tree_of(slots, seed % 1000));
         let shape = Shape { prefix, row_stride: prefix + slots + gap };
         assert_dense(&mask, shape, f32::LOWEST, 7.0);
         assert_dense(&mask, shape, f32::NEG_INFINITY, 7.0);
@@ -161,7 +154,7 @@ proptest! {
 #[test]
 fn shapes_that_no_buffer_has_are_refused() {
     let mut mask = AncestorMask::new();
-    mask.build(&random_tree(3, 1));
+    mask.build(&tree_of(3, 1));
     let mut out = vec![0.0f32; 64];
     for shape in [
         Shape { prefix: usize::MAX, row_stride: usize::MAX },

@@ -68,18 +68,6 @@ pub fn path_tokens(tree: &DraftTree, slot: usize) -> Vec<u32> {
     tokens
 }
 
-/// Whether `ancestor` is on the way from `slot` to the root.
-pub fn is_ancestor(tree: &DraftTree, slot: usize, ancestor: usize) -> bool {
-    let mut at = slot as i32;
-    while at >= 0 {
-        if at as usize == ancestor {
-            return true;
-        }
-        at = tree.parents()[at as usize];
-    }
-    false
-}
-
 /// Path and emitted tokens of a walk.
 pub fn walk(tree: &DraftTree, picks: &[u32]) -> (Vec<u32>, Vec<u32>) {
     let (mut path, mut tokens) = (vec![0u32], vec![picks[0]]);

@@ -11,7 +11,7 @@ use ddtree::{
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
-use crate::{random_tree, sees, trees};
+use crate::{VOCAB, is_ancestor, random_tree, trees};
 
 /// One sequence: its tree, mask and number of committed rows.
 struct Sequence {
@@ -24,7 +24,8 @@ fn random_batch(seed: u64) -> Vec<Sequence> {
     let mut rng = StdRng::seed_from_u64(seed);
     (0..rng.random_range(0..7))
         .map(|_| {
-            let tree = random_tree(rng.random_range(0..40), &mut rng);
+            let slots = rng.random_range(1..41);
+            let tree = random_tree(&mut rng, slots, VOCAB);
             let mut mask = AncestorMask::new();
             mask.build(&tree);
             Sequence { tree, mask, prefix: rng.random_range(0..30) }
@@ -63,7 +64,7 @@ fn ragged_masks_are_read_through_their_offsets() {
             let keys = s.prefix + s.tree.len();
             for query in 0..s.tree.len() {
                 for key in 0..keys {
-                    let expected = key < s.prefix || sees(&s.tree, query, key - s.prefix);
+                    let expected = key < s.prefix || is_ancestor(&s.tree, query, key - s.prefix);
                     let element = query * keys + key;
                     let byte = packed[offsets[b] as usize + element / 8];
                     assert_eq!(byte >> (element % 8) & 1 == 1, expected);
@@ -125,7 +126,10 @@ fn padded_arrays_are_the_rows_of_sequences_on_their_own() {
             for query in 0..s.tree.len() {
                 let row = &rows[(b * width + query) * width.div_ceil(32)..];
                 for key in 0..s.tree.len() {
-                    assert_eq!(row[key / 32] >> (key % 32) & 1 == 1, sees(&s.tree, query, key));
+                    assert_eq!(
+                        row[key / 32] >> (key % 32) & 1 == 1,
+                        is_ancestor(&s.tree, query, key)
+                    );
                 }
             }
         }
@@ -254,7 +258,7 @@ fn a_shared_budget_takes_the_best_nodes_of_all_sequences() {
 
 #[test]
 fn sequences_without_a_tree_get_nothing() {
-    let tree = random_tree(5, &mut StdRng::seed_from_u64(1));
+    let tree = random_tree(&mut StdRng::seed_from_u64(1), 6, VOCAB);
     let batch = [None, Some(tree), None];
     assert_eq!(SharedBudget::new().split(3, &batch, Option::as_ref), [0, 3, 0]);
 }

@@ -8,7 +8,7 @@ use ddtree::{
 };
 use rand::{Rng, SeedableRng, rngs::StdRng, seq::SliceRandom};
 
-use crate::random_tree;
+use crate::{VOCAB, random_tree};
 
 /// What a row holds: the token and its position.
 type Row = (u32, usize);
@@ -29,7 +29,8 @@ fn decode(
     let (mut outcome, mut plan) = (Acceptance::new(), CommitPlan::new());
     for _ in 0..rounds {
         let start = plain.len();
-        let tree = random_tree(rng.random_range(0..=max_nodes), rng);
+        let slots = rng.random_range(1..=max_nodes + 1);
+        let tree = random_tree(rng, slots, VOCAB);
         let mut slots = vec![-1; tree.len()];
         kv::write_places(map, start, tree.len(), &mut slots).unwrap();
         let mut distinct = slots.clone();

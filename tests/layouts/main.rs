@@ -7,9 +7,15 @@ mod dense;
 mod kv;
 mod no_alloc;
 mod rows;
+#[path = "../common/tree.rs"]
+mod tree;
 
 use ddtree::DraftTree;
-use rand::{Rng, SeedableRng, rngs::StdRng, seq::IndexedRandom};
+use rand::{Rng, SeedableRng, rngs::StdRng};
+use tree::{is_ancestor, random_tree};
+
+/// Token 0 is as likely as any other.
+const VOCAB: u32 = 400;
 
 /// Node counts that sit at the edges of words: budget 0 and 1, 32, 33, 64 and 65
 /// slots, and more.
@@ -22,42 +28,15 @@ fn trees() -> impl Iterator<Item = (DraftTree, StdRng)> {
         // Every third tree has some other size.
         let edge = NODES[seed as usize % NODES.len()];
         let nodes = if seed % 3 == 2 { rng.random_range(0..80) } else { edge };
-        (random_tree(nodes, &mut rng), rng)
+        (random_tree(&mut rng, nodes + 1, VOCAB), rng)
     })
 }
 
-/// A tree of `nodes` nodes between a chain and a star. Token 0 is as likely as
-/// any other.
-fn random_tree(nodes: usize, rng: &mut StdRng) -> DraftTree {
-    let mut tree = DraftTree::new(rng.random_range(0..400));
-    let last_parents = *[1, 2, 5, usize::MAX].choose(rng).unwrap();
-    let mut score = 0.0;
-    while tree.nodes() < nodes {
-        let parent = rng.random_range(tree.len().saturating_sub(last_parents)..tree.len());
-        score -= rng.random_range(0.0..0.1);
-        // Fails if a sibling has the token already.
-        let _ = tree.push(parent, rng.random_range(0..400), score);
-    }
-    tree
-}
-
-/// Whether slot `query` may see slot `key`, from the parents alone.
-fn sees(tree: &DraftTree, query: usize, key: usize) -> bool {
-    let mut slot = query as i32;
-    while slot >= 0 {
-        if slot as usize == key {
-            return true;
-        }
-        slot = tree.parents()[slot as usize];
-    }
-    false
-}
-
-/// As [`sees`], in a mask of more slots than the tree has: padding slots are
+/// As [`is_ancestor`], in a mask of more slots than the tree has: padding slots are
 /// children of the root.
 fn sees_padded(tree: &DraftTree, query: usize, key: usize) -> bool {
     if query < tree.len() {
-        key < tree.len() && sees(tree, query, key)
+        key < tree.len() && is_ancestor(tree, query, key)
     } else {
         key == 0 || key == query
     }

@@ -6,13 +6,14 @@ use ddtree::{
 };
 use rand::Rng;
 
-use crate::{sees, trees};
+use crate::{is_ancestor, trees};
 
 #[test]
 fn numbers_per_slot_and_their_padding() {
     for (tree, mut rng) in trees() {
         let (start, width) = (rng.random_range(0..5_000), tree.len() + rng.random_range(0..5));
-        let depth = |slot: usize| (0..tree.len()).filter(|&key| sees(&tree, slot, key)).count() - 1;
+        let depth =
+            |slot: usize| (0..tree.len()).filter(|&key| is_ancestor(&tree, slot, key)).count() - 1;
 
         let (mut tokens, mut positions) = (vec![u32::MAX; width], vec![-7i64; width]);
         let (mut parents, mut depths) = (vec![-7i32; width], vec![7u64; width]);
@@ -121,7 +122,7 @@ fn sequences_of_leaves_give_every_slot_its_ancestors() {
                 for (key, ids) in sequences.iter().enumerate() {
                     let earlier = tree.depths()[key] <= tree.depths()[query];
                     let visible = earlier && ids.contains(id);
-                    assert_eq!(visible, sees(&tree, query, key), "{query} {key}");
+                    assert_eq!(visible, is_ancestor(&tree, query, key), "{query} {key}");
                 }
             }
         }

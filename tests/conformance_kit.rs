@@ -494,7 +494,8 @@ fn what_a_verifier_cannot_do_is_skipped_with_a_reason() {
         assert_eq!(verdict(&report, Check::CommitPrefix), &Verdict::Passed);
         assert_eq!(verdict(&report, Check::LongRun), &Verdict::Passed);
     }
-    for slots in 1..4 {
+    // Also as many slots as the smallest tree has, and as a wide one has.
+    for slots in [1, 2, 3, 6, 13, 33] {
         let mut few = toy(Fault::None);
         few.capabilities.max_slots = slots;
         let report = run(&mut few);
@@ -626,6 +627,8 @@ fn arrays_of_kernels() {
         Err(Check::PositionsFollowDepth)
     );
     assert_eq!(failed(arrays::positions(&tree, 9, [9])), Err(Check::PositionsFollowDepth));
+    let wrapped = arrays::positions(&tree, usize::MAX, [-1, 0, 0, 1]);
+    assert_eq!(failed(wrapped), Err(Check::PositionsFollowDepth));
 
     let right = |slot: usize, column: usize| {
         let key = column as isize - 2;

@@ -273,12 +273,9 @@ fn unwanted_slots<V: Verifier>(lab: &mut Lab<'_, V>) -> Found<Result<(), &'stati
         for _ in 0..2 {
             let path = path_tokens(&tree, tip);
             let next = lab.plain(&[&context[..], &path].concat())?.token;
-            // Two nodes that the picks do not lead to, and one that they do.
+            // A node that the picks do not lead to, and one that they do.
             let wrong = lab.token(&[next]);
-            let pushed = tree.push(tip, wrong, 0.0).and_then(|slot| {
-                tree.push(slot, next, 0.0)?;
-                tree.push(tip, next, 0.0)
-            });
+            let pushed = tree.push(tip, wrong, 0.0).and_then(|_| tree.push(tip, next, 0.0));
             tip = pushed.unwrap_or(tip);
         }
         lab.fresh(&context)?;

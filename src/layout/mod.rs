@@ -76,7 +76,8 @@
 //! # Common rules
 //!
 //! Every writer fills memory of the caller, allocates nothing, and refuses a
-//! buffer that is too small before it writes anything.
+//! buffer that is too small before it writes anything. A number that overflows, or
+//! that the element type does not hold, is an error too.
 
 pub mod batch;
 pub mod bits;

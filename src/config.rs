@@ -109,7 +109,8 @@ impl Config {
     }
 
     /// Whether to draft below a stop token. Default: on, the reference's rule;
-    /// off saves nodes that can never be emitted.
+    /// off saves nodes that can never be emitted. With a
+    /// [constraint](crate::Constraint) nothing is drafted there in any case.
     pub fn expand_below_stop(mut self, expand: bool) -> Self {
         self.expand_below_stop = expand;
         self

@@ -380,9 +380,9 @@ impl Session {
     /// # Errors
     ///
     /// If the session does not need a prefill, there is not exactly one pick
-    /// within the vocabulary, or it is a token id where the request needs more
-    /// than the verifier's own picks honour. The session still needs the prefill
-    /// then.
+    /// within the vocabulary, it is a token id where the request needs more
+    /// than the verifier's own picks honour, or no token is left to pick. The
+    /// session still needs the prefill then, from the same row on.
     pub fn prefilled(&mut self) -> Result<(), Error> {
         self.expect(Need::Prefill, "prefilled")?;
         self.check_picks(None)?;
@@ -464,7 +464,9 @@ impl Session {
     fn build(&mut self, settings: TreeSettings, shadow: bool) -> Result<(), Error> {
         let tree = if shadow { &mut self.shadow_tree } else { &mut self.tree };
         let (stops, sampler) = (&self.stop_tokens, &mut self.sampler);
-        let stops_end = !self.plan.expand_below_stop() && !stops.is_empty();
+        // A constraint is not asked what follows the end.
+        let expand = self.plan.expand_below_stop() && !sampler.is_constrained();
+        let stops_end = !expand && !stops.is_empty();
         if !stops_end && !sampler.is_constrained() {
             return self.builder.build(&self.proposal, settings, tree);
         }
@@ -559,9 +561,11 @@ impl Session {
     /// # Errors
     ///
     /// If the session does not need a verification, there is not exactly one
-    /// pick per slot within the vocabulary, or they are token ids where the
-    /// request needs more than the verifier's own picks honour. The session still
-    /// needs the verification then.
+    /// pick per slot within the vocabulary, they are token ids where the
+    /// request needs more than the verifier's own picks honour, or no token is
+    /// left to pick at the root. (Where none is left after a drafted token, the
+    /// round ends with that token.) The session still needs the verification
+    /// then.
     pub fn verified(&mut self) -> Result<(), Error> {
         self.expect(Need::Verification, "verified")?;
         self.check_picks(Some(&self.tree))?;
@@ -570,6 +574,10 @@ impl Session {
         if self.plan.trace() {
             self.trace_path.clear();
             self.trace_path.extend_from_slice(self.outcome.path());
+        }
+        if self.sampler.dead_end.is_some() {
+            // It is where the walk ends, and the token that leads there is the bonus.
+            self.outcome.truncate(self.outcome.accepted());
         }
         let tokens = self.outcome.tokens();
         let stop = tokens.iter().position(|token| self.stop_tokens.contains(token));
@@ -812,11 +820,13 @@ impl Session {
             self.mask.build(&self.tree);
         }
         self.picks.clear();
+        self.sampler.dead_end = None;
         self.need = Need::Verification;
     }
 
     fn need_prefill(&mut self) {
         self.picks.clear();
+        self.sampler.dead_end = None;
         self.need = Need::Prefill;
     }
 
@@ -872,10 +882,15 @@ impl Session {
             return Err(Error::Length { field: "picks", found, accepted });
         }
         let vocab_size = capabilities.vocab_size;
+        let dead_end = self.sampler.dead_end;
+        if dead_end == Some(0) {
+            return Err(Error::NoToken { slot: 0 });
+        }
         let reached =
             |slot| tree.is_none_or(|tree| leads_to(tree, &self.picks, &self.stop_tokens, slot));
         let wrong = |slot, token: u32| {
-            token as usize >= vocab_size && (token != Picks::SKIPPED || reached(slot))
+            token as usize >= vocab_size
+                && (token != Picks::SKIPPED || (reached(slot) && dead_end != Some(slot)))
         };
         match self.picks.iter().enumerate().find(|&(slot, &token)| wrong(slot, token)) {
             None => Ok(()),

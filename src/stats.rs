@@ -247,8 +247,9 @@ pub struct RoundTrace {
     pub depths: Vec<u32>,
     /// Path log-probability of every slot under the drafter.
     pub scores: Vec<f64>,
-    /// The target's pick at every slot; [`Picks::SKIPPED`](crate::Picks::SKIPPED) at one off the path
-    /// where every token is forbidden.
+    /// The target's pick at every slot; [`Picks::SKIPPED`](crate::Picks::SKIPPED) at one where every
+    /// token is forbidden, at one off the path whose logits are no numbers, and below a stop token
+    /// where a constraint holds.
     pub picks: Vec<u32>,
     /// Slots that the picks lead through, root first: the whole walk, also
     /// where a stop token or the token limit cut what was committed.

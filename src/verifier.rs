@@ -221,6 +221,16 @@ pub(crate) struct PickContext<'a> {
     pub(crate) by_id: &'a mut bool,
 }
 
+impl PickContext<'_> {
+    /// Whether a stop token is drafted on the way to a slot.
+    fn has_ended(&self, slot: usize) -> bool {
+        self.tree.is_some_and(|tree| {
+            let mut nodes = tree.ancestors(slot).filter(|&slot| slot > 0);
+            nodes.any(|slot| self.stop_tokens.contains(&tree.tokens()[slot]))
+        })
+    }
+}
+
 /// What the noise of a round's picks depends on.
 #[derive(Clone, Copy, Debug, PartialEq)]
 #[non_exhaustive]
@@ -258,6 +268,7 @@ impl<'a> Picks<'a> {
     pub(crate) fn with(ids: &'a mut Vec<u32>, context: PickContext<'a>) -> Self {
         ids.clear();
         *context.by_id = false;
+        context.sampler.dead_end = None;
         Self { ids, leads: None, context: Some(context) }
     }
 
@@ -275,11 +286,15 @@ impl<'a> Picks<'a> {
     }
 
     /// Whether the pick of the next slot can have an effect: whether the picks so far lead there.
-    /// True for all slots while a [trace](crate::Config::trace) is kept, and if the tree is not
-    /// known.
+    /// True for all slots while a [trace](crate::Config::trace) is kept (but for those after a
+    /// stop token if there is a constraint), and if the tree is not known.
     pub fn wanted(&self) -> bool {
-        let everywhere = self.context.as_ref().is_some_and(|context| context.everywhere);
-        everywhere || self.reaches(self.ids.len())
+        let slot = self.ids.len();
+        let everywhere = self.context.as_ref().is_some_and(|context| {
+            // A constraint is not asked what follows the end.
+            context.everywhere && !(context.sampler.is_constrained() && context.has_ended(slot))
+        });
+        everywhere || self.reaches(slot)
     }
 
     /// Whether the picks so far lead to a slot.
@@ -323,8 +338,12 @@ impl<'a> Picks<'a> {
     ///
     /// # Errors
     ///
-    /// If the row is empty or holds NaN or +inf, has not one entry per token where the request is
-    /// not plainly greedy, or every token is forbidden.
+    /// If the row is empty or holds NaN or +inf, or has not one entry per token where the request
+    /// is not plainly greedy. If every token is forbidden: picks of a session take note of that,
+    /// and the text ends before such a slot, or the session refuses to go on if it is the root;
+    /// others return [`Error::NoToken`].
+    ///
+    /// Nothing is added then. A verifier that stores rows before it picks has to drop them.
     pub fn push_logits(&mut self, logits: &[f32]) -> Result<(), Error> {
         let wanted = self.wanted();
         let slot = self.ids.len();
@@ -340,10 +359,14 @@ impl<'a> Picks<'a> {
                 Err(source) => Err(Error::Logits { row: slot, source }),
             },
         };
-        let token = match picked {
-            // Off the path it is no error that nothing is left: an illegal draft leads there.
-            Err(Error::NoToken { .. }) if !self.reaches(slot) => Self::SKIPPED,
-            picked => picked?,
+        let token = match (picked, self.reaches(slot), &mut self.context) {
+            // Off the path faults do no harm: an illegal draft leads there.
+            (Err(Error::NoToken { .. } | Error::Logits { .. }), false, _) => Self::SKIPPED,
+            (Err(Error::NoToken { .. }), true, Some(context)) => {
+                context.sampler.dead_end = Some(slot);
+                Self::SKIPPED
+            }
+            (picked, ..) => picked?,
         };
         self.ids.push(token);
         // Leads are noted without a context, where every slot is reached.

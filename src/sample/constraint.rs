@@ -31,8 +31,13 @@ impl<'a> TokenPath<'a> {
 /// path, for instance through a cache keyed by the path's length and last tokens. The text is that
 /// of decoding without a draft under the same constraint.
 ///
-/// If after some path every token is forbidden, and the text gets there, the step fails with
-/// [`Error::NoToken`](crate::Error::NoToken): let a grammar allow a stop token where it ends.
+/// It is never asked what follows a stop token, unless the prompt or the host
+/// ([`Session::append`](crate::Session::append)) put it there.
+///
+/// If after some path every token is forbidden, the text goes on to there, as it would without a
+/// draft. The step after that fails with [`Error::NoToken`](crate::Error::NoToken), which comes
+/// from the session and not from the verifier, and nothing is lost: once the rule is removed or
+/// another is attached, decoding goes on. Let a grammar allow a stop token where it ends.
 ///
 /// Attach one with [`Session::set_constraint`](crate::Session::set_constraint).
 ///

@@ -18,6 +18,8 @@ pub(crate) struct Sampler {
     constraint: Option<Box<dyn Constraint>>,
     vocab_size: usize,
     prompt_len: usize,
+    /// The slot that the picks of the round lead to and at which every token is forbidden.
+    pub(crate) dead_end: Option<usize>,
 
     // The tokens of the sequence, `history` of them, then those from the root to some slot.
     path: Vec<u32>,
@@ -61,6 +63,7 @@ impl Sampler {
         self.settings.clone_from(settings);
         self.vocab_size = vocab_size;
         self.prompt_len = prompt_len;
+        self.dead_end = None;
         self.path.clear();
         self.history = 0;
         if self.rule() == PickRule::Pipeline {

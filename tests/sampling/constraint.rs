@@ -1,8 +1,11 @@
 //! A grammar on a tree.
 
-use ddtree::{Algorithm, Config, Constraint, Decoder, Error, Request, Sampling, TokenPath};
+use ddtree::{
+    Algorithm, Capabilities, Config, Constraint, DecodeError, Decoder, Error, ErrorOf, Plan,
+    Request, Sampling, Session, TokenPath,
+};
 
-use crate::toy::{Hands, decode, engine};
+use crate::toy::{Engine, Hands, decode, engine};
 
 /// What tokens stand for; the last one ends the text.
 const WORDS: [&str; 16] = [
@@ -209,27 +212,153 @@ impl Constraint for DeadEnd {
     }
 }
 
+/// Steps until one fails or the text is complete.
+fn run(decoder: &mut Decoder<Engine>) -> Result<(), ErrorOf<Engine>> {
+    while decoder.step()?.is_some() {}
+    Ok(())
+}
+
+// A draft into a dead end threw away the tokens before it, in every round anew.
 #[test]
 fn a_dead_end_is_an_error_where_the_text_gets_there_and_nowhere_else() {
-    let config = Config::new(Algorithm::Tree).budget(16);
-    let mut decoder = Decoder::new(engine(16, Hands::Logits), &config).unwrap();
-    decoder.set_constraint(Some(Box::new(DeadEnd(10)))).unwrap();
-    // Rows beyond ten tokens are verified before that, but not reached.
-    decoder.start(&Request::new(&[1, 2]).max_new_tokens(10)).unwrap();
-    while decoder.step().unwrap().is_some() {}
-    assert_eq!(decoder.session().generated().len(), 10);
-    decoder.start(&Request::new(&[1, 2]).max_new_tokens(11)).unwrap();
-    let error = loop {
-        match decoder.step() {
-            Ok(Some(_)) => {}
-            Ok(None) => panic!("it came to an end"),
-            Err(error) => break error,
+    for hands in [Hands::Logits, Hands::Wanted] {
+        for sampling in [Sampling::new(), Sampling::new().temperature(0.8).seed(3)] {
+            for &algorithm in Algorithm::ALL {
+                for (end, trace) in [(0, false), (6, false), (7, true), (10, true)] {
+                    let request = |limit| {
+                        Request::new(&[1, 2]).max_new_tokens(limit).sampling(sampling.clone())
+                    };
+                    let ar = Config::new(Algorithm::Autoregressive);
+                    let free = decode(engine(16, hands), &ar, &request(20), None).tokens;
+                    let config = Config::new(algorithm).budget(16).trace(trace);
+                    let what = format!("{hands:?} {sampling:?} {config:?} {end}");
+                    let mut decoder = Decoder::new(engine(16, hands), &config).unwrap();
+                    decoder.set_constraint(Some(Box::new(DeadEnd(end)))).unwrap();
+                    // Rows beyond are verified before that, but not reached.
+                    decoder.start(&request(end)).unwrap();
+                    run(&mut decoder).unwrap();
+                    assert_eq!(decoder.session().generated(), &free[..end], "{what}");
+                    decoder.start(&request(20)).unwrap();
+                    for _ in 0..3 {
+                        let error = run(&mut decoder).unwrap_err();
+                        let refused =
+                            matches!(error, DecodeError::Refused(Error::NoToken { slot: 0 }));
+                        assert!(refused, "{error} {what}");
+                        assert_eq!(decoder.session().generated(), &free[..end], "{what}");
+                    }
+                    // Nothing is lost: without the constraint it goes on.
+                    decoder.set_constraint(None).unwrap();
+                    run(&mut decoder).unwrap();
+                    assert_eq!(decoder.session().generated(), free, "{what}");
+                    for round in decoder.session().trace() {
+                        assert!(round.stats.tokens <= round.path.len(), "{what}");
+                    }
+                }
+            }
         }
-    };
-    let slot = matches!(error, ddtree::DecodeError::Verifier { source: Error::NoToken { .. }, .. });
-    assert!(slot, "{error}");
-    // Nothing is lost: without the constraint it goes on.
-    decoder.set_constraint(None).unwrap();
-    while decoder.step().unwrap().is_some() {}
-    assert_eq!(decoder.session().generated().len(), 11);
+    }
+}
+
+/// Ends texts early and insists on never being asked what follows their end.
+struct Strict;
+
+impl Strict {
+    fn check(path: TokenPath<'_>) {
+        assert!(!path.generated().contains(&END), "asked after the end: {:?}", path.generated());
+    }
+}
+
+impl Constraint for Strict {
+    fn constrain(&mut self, path: TokenPath<'_>, logits: &mut [f32]) {
+        Self::check(path);
+        if path.generated().len() >= 5 {
+            logits[END as usize] += 1.5;
+        }
+    }
+
+    fn allows(&mut self, path: TokenPath<'_>, _: u32) -> bool {
+        Self::check(path);
+        true
+    }
+}
+
+// The default drafts below stop tokens, and a trace picks there.
+#[test]
+fn a_constraint_is_never_asked_what_follows_the_end() {
+    let (mut ended, mut drafted) = (0, 0);
+    for request in requests() {
+        let strict = || -> Option<Box<dyn Constraint>> { Some(Box::new(Strict)) };
+        let ar = Config::new(Algorithm::Autoregressive);
+        let expected = decode(engine(16, Hands::Wanted), &ar, &request, strict()).tokens;
+        ended += usize::from(expected.last() == Some(&END));
+        for config in [
+            Config::new(Algorithm::Chain),
+            Config::new(Algorithm::Chain).shadow(true).budget(30),
+            Config::new(Algorithm::Tree).budget(64),
+            Config::new(Algorithm::Tree).budget(64).trace(true),
+        ] {
+            let mut decoder = Decoder::new(engine(16, Hands::Logits), &config).unwrap();
+            decoder.set_constraint(strict()).unwrap();
+            decoder.start(&request).unwrap();
+            run(&mut decoder).unwrap();
+            assert_eq!(decoder.session().generated(), expected, "{config:?} {request:?}");
+            for round in decoder.session().trace() {
+                drafted += round.tokens[1..].iter().filter(|&&token| token == END).count();
+            }
+        }
+    }
+    assert!(ended > 10 && drafted > 10, "{ended} {drafted}");
+}
+
+/// One that is attached while a tree with nodes below a stop token waits for its picks.
+#[test]
+fn a_constraint_that_comes_late_is_not_asked_either() {
+    let config = Config::new(Algorithm::Chain).trace(true);
+    let plan = Plan::resolve(&config, &Capabilities::new(16, 100), 3).unwrap();
+    let mut session = Session::new(plan);
+    session.start(&Request::new(&[1]).stop_tokens(&[END])).unwrap();
+    session.prefill().unwrap().1.push(2);
+    session.prefilled().unwrap();
+    let (_, proposal) = session.proposal().unwrap();
+    for token in [3, END, 4] {
+        proposal.push(&[token], &[-0.5]).unwrap();
+    }
+    session.proposed().unwrap();
+    session.set_constraint(Some(Box::new(Strict))).unwrap();
+    let (_, mut picks) = session.verification().unwrap();
+    for next in [3, END as usize, 4, 5] {
+        let mut row = [0.0; 16];
+        row[next] = 9.0;
+        picks.push_logits(&row).unwrap();
+    }
+    session.verified().unwrap();
+    assert_eq!(session.outcome().unwrap().tokens(), [3, END]);
+}
+
+// With a trace, every slot is picked at.
+#[test]
+fn logits_that_are_no_numbers_do_no_harm_off_the_path() {
+    let config = Config::new(Algorithm::Tree).budget(2).trace(true);
+    let plan = Plan::resolve(&config, &Capabilities::new(3, 100), 1).unwrap();
+    for sampling in [Sampling::new(), Sampling::new().temperature(1.0)] {
+        let mut session = Session::new(plan.clone());
+        session.start(&Request::new(&[1]).sampling(sampling)).unwrap();
+        session.prefill().unwrap().1.push_logits(&[-99.0, -99.0, 0.0]).unwrap();
+        session.prefilled().unwrap();
+        session.proposal().unwrap().1.push(&[0, 1], &[-0.5, -1.5]).unwrap();
+        session.proposed().unwrap();
+        let (round, mut picks) = session.verification().unwrap();
+        let tokens = round.tree().tokens().to_vec();
+        for token in tokens {
+            let row = if token == 1 { [f32::NAN; 3] } else { [0.0, -99.0, -99.0] };
+            picks.push_logits(&row).unwrap();
+        }
+        session.verified().unwrap();
+        assert_eq!(session.outcome().unwrap().tokens(), [0, 0]);
+        // On it they are an error.
+        session.committed().unwrap();
+        session.skip_proposal().unwrap();
+        let error = session.verification().unwrap().1.push_logits(&[f32::NAN; 3]).unwrap_err();
+        assert!(matches!(error, Error::Logits { row: 0, .. }), "{error}");
+    }
 }

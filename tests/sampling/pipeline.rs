@@ -15,7 +15,8 @@ fn pick(row: &[f32], prompt: &[u32], sampling: Sampling) -> Result<u32, Error> {
     session.start(&Request::new(prompt).sampling(sampling))?;
     let (_, mut picks) = session.prefill()?;
     picks.push_logits(row)?;
-    Ok(picks.ids()[0])
+    session.prefilled()?;
+    Ok(session.generated()[0])
 }
 
 #[derive(Clone, Debug, Default)]

@@ -166,10 +166,14 @@ pub struct Decoder<E: Engine> {
     // Committed tokens that the drafter has not observed yet, with their
     // features: at most those of one step, unless steps are taken without it.
     unobserved: Vec<(std::ops::Range<usize>, FeaturesOf<E>)>,
-    // Whether the engine's caches belong to the session's request.
-    ready: bool,
-    // Whether the verifier has rows of a prefill whose pick was refused.
-    ahead: bool,
+    // Whether the verifier is to be reset before it goes on: once per request, and after a prefill
+    // that failed, of which it may hold rows.
+    verifier_reset: bool,
+    // The rows whose features the drafter may keep, until it is reset: once per request, when it
+    // is first needed.
+    drafter_reset: Option<usize>,
+    // Whether the verifier's rows are known to be those of the session's committed tokens.
+    rows_known: bool,
 }
 
 impl<E: Engine> std::fmt::Debug for Decoder<E> {
@@ -202,13 +206,14 @@ impl<E: Engine> Decoder<E> {
             engine,
             session: Session::new(plan),
             unobserved: Vec::with_capacity(1),
-            ready: false,
-            ahead: false,
+            verifier_reset: true,
+            drafter_reset: None,
+            rows_known: false,
         })
     }
 
-    /// Starts a request, whatever came before. The models are reset by the first
-    /// step.
+    /// Starts a request, whatever came before. The verifier is reset by the first
+    /// step, the drafter by the first that drafts.
     ///
     /// With a [cached prefix](Request::cached_prefix) the drafter is first shown
     /// what it has not seen of the request before, whose last round may be part of
@@ -217,14 +222,28 @@ impl<E: Engine> Decoder<E> {
     ///
     /// # Errors
     ///
-    /// As [`Session::start`]; the decoder is unchanged then.
+    /// As [`Session::start`], or if the cached prefix is not what the verifier
+    /// holds of the request before. (It cannot be told after
+    /// [`engine_mut`](Self::engine_mut), nor if no step came before.) The session
+    /// is unchanged then.
     pub fn start(&mut self, request: &Request) -> Result<(), Error> {
-        if request.cached_prefix > 0 {
+        let cached = request.cached_prefix;
+        if self.rows_known && cached < request.prompt.len() {
+            let held = self.session.reusable_prefix(&request.prompt);
+            if cached > held {
+                let accepted = format_args!("at most {held}, what the verifier holds of it");
+                return Err(Error::setting("cached_prefix", cached, accepted));
+            }
+        }
+        if cached > 0 {
             let _ = self.observe();
         }
         self.session.start(request)?;
         self.unobserved.clear();
-        self.ready = false;
+        self.verifier_reset = true;
+        self.rows_known = false;
+        // One that is still to be reset holds what was before the last request.
+        self.drafter_reset = Some(self.drafter_reset.map_or(cached, |keep| keep.min(cached)));
         Ok(())
     }
 
@@ -291,21 +310,25 @@ impl<E: Engine> Decoder<E> {
             match self.session.need() {
                 Need::Prefill => {
                     let start = self.session.committed_len();
-                    self.make_ready(start)?;
                     let (prefill, mut picks) = self.session.prefill()?;
                     let verifier = self.engine.verifier_mut();
-                    let features = verifier
-                        .prefill(&prefill, &mut picks)
-                        .map_err(|source| verifier_failed(Stage::Prefill, source))?;
-                    if let Err(error) = self.session.prefilled() {
-                        self.ahead = true;
-                        return Err(error.into());
+                    let failed = |source| verifier_failed(Stage::Prefill, source);
+                    if self.verifier_reset {
+                        self.rows_known = false;
+                        verifier.reset(start).map_err(failed)?;
                     }
+                    // Unless all goes well, it may hold rows whose pick was refused.
+                    self.verifier_reset = true;
+                    let features = verifier.prefill(&prefill, &mut picks).map_err(failed)?;
+                    self.session.prefilled()?;
+                    self.verifier_reset = false;
+                    self.rows_known = true;
                     self.keep(start, features);
                     return Ok(true);
                 }
                 Need::Proposal if draft => {
                     self.observe()?;
+                    self.reset_drafter()?;
                     let (request, proposal) = self.session.proposal()?;
                     let drafter = self.engine.drafter_mut();
                     drafter
@@ -338,18 +361,13 @@ impl<E: Engine> Decoder<E> {
         }
     }
 
-    /// Resets the models to the `start` rows that the prefill goes on from: both once per request,
-    /// the verifier also after a prefill that was refused.
-    fn make_ready(&mut self, start: usize) -> Result<(), ErrorOf<E>> {
-        if !self.ready || self.ahead {
-            let verifier = self.engine.verifier_mut();
-            verifier.reset(start).map_err(|source| verifier_failed(Stage::Prefill, source))?;
-            self.ahead = false;
-        }
-        if !self.ready {
+    /// Resets the drafter if the request has not done so. Not before it is needed, so that one
+    /// that fails cannot hold back plain steps.
+    fn reset_drafter(&mut self) -> Result<(), ErrorOf<E>> {
+        if let Some(keep) = self.drafter_reset {
             let drafter = self.engine.drafter_mut();
-            drafter.reset(start).map_err(|source| drafter_failed(Stage::Prefill, source))?;
-            self.ready = true;
+            drafter.reset(keep).map_err(|source| drafter_failed(Stage::Observe, source))?;
+            self.drafter_reset = None;
         }
         Ok(())
     }
@@ -368,6 +386,7 @@ impl<E: Engine> Decoder<E> {
         if self.unobserved.is_empty() {
             return Ok(());
         }
+        self.reset_drafter()?;
         let since = Instant::now();
         let mut observed = 0;
         let mut result = Ok(());
@@ -416,6 +435,13 @@ impl<E: Engine> Decoder<E> {
     /// The engine.
     pub fn engine(&self) -> &E {
         &self.engine
+    }
+
+    /// The engine, for instance to load other rows into its caches between requests. What the
+    /// request in progress has committed must stay.
+    pub fn engine_mut(&mut self) -> &mut E {
+        self.rows_known = false;
+        &mut self.engine
     }
 
     /// Gives the engine back.

@@ -160,7 +160,9 @@ pub trait Drafter<F> {
     fn horizon(&self) -> usize;
 
     /// Forgets all but what was observed of the first `keep` positions; if
-    /// that cannot be kept, forgets everything.
+    /// that cannot be kept, forgets everything. Comes before the first
+    /// observation or proposal of a request, and never in requests that do not
+    /// draft.
     ///
     /// # Errors
     ///

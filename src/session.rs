@@ -713,14 +713,28 @@ impl Session {
         self.committed
     }
 
-    /// Committed tokens from a position on: what a drafter observes.
+    /// How many leading tokens of another prompt have rows in the verifier's
+    /// cache, committed by this request: what its
+    /// [`cached_prefix`](crate::Request::cached_prefix) can be if the verifier
+    /// goes on with it. At most all but the last one, which has to be forwarded.
+    ///
+    /// # Complexity
+    ///
+    /// Linear in the result.
+    pub fn reusable_prefix(&self, prompt: &[u32]) -> usize {
+        let held = self.tokens[..self.committed].iter().zip(prompt);
+        let common = held.take_while(|(held, wanted)| held == wanted).count();
+        common.min(prompt.len().saturating_sub(1))
+    }
+
+    /// Committed tokens in a range of positions: what a drafter observes.
     ///
     /// # Errors
     ///
-    /// If `range` does not lie within the committed tokens.
+    /// If `range` is empty or does not lie within the committed tokens.
     pub fn committed_tokens(&self, range: std::ops::Range<usize>) -> Result<Committed<'_>, Error> {
-        if range.start > range.end || range.end > self.committed {
-            let accepted = format_args!("a range within 0..{}", self.committed);
+        if range.is_empty() || range.end > self.committed {
+            let accepted = format_args!("at least one token within 0..{}", self.committed);
             return Err(Error::setting("range", format_args!("{range:?}"), accepted));
         }
         Ok(Committed::new(range.start, &self.tokens[range]))

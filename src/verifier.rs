@@ -477,12 +477,16 @@ pub trait Verifier {
     /// Whatever goes wrong in the engine, or `keep` cannot be honoured.
     fn reset(&mut self, keep: usize) -> Result<(), Self::Error>;
 
-    /// Forwards and commits tokens, adds one pick (the token after the last of
-    /// them) and returns the features of their rows.
+    /// Forwards tokens, adds one pick (the token after the last of them), commits
+    /// their rows and returns the features of these. In this order: a pick from
+    /// logits can fail.
     ///
     /// # Errors
     ///
-    /// Whatever goes wrong in the engine; nothing is committed then.
+    /// Whatever goes wrong in the engine; nothing is committed then. A
+    /// [`Decoder`](crate::Decoder) [resets](Self::reset) the verifier to where the
+    /// prefill began before it is done again, also if the session refuses the
+    /// pick; hosts of a [`Session`](crate::Session) have to do so themselves.
     fn prefill(
         &mut self,
         prefill: &Prefill<'_>,

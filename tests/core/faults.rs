@@ -1,10 +1,11 @@
 //! A call that fails loses its round and nothing else.
 
 use ddtree::{
-    Algorithm, Config, DecodeError, Decoder, Drafter, Need, Plan, Request, Session, Stage, Verifier,
+    Algorithm, Capabilities, CommitPlan, Config, DecodeError, Decoder, Drafter, Need, Picks, Plan,
+    Prefill, Request, Round, Session, Stage, Verifier,
 };
 
-use crate::toy::{Both, CALLS, Call, Fault, Guesser, Target, VOCAB, plain};
+use crate::toy::{Both, CALLS, Call, Fault, Guesser, Row, Target, VOCAB, decode, plain};
 
 const PROMPT: [u32; 3] = [2, 7, 1];
 const LIMIT: usize = 40;
@@ -73,12 +74,10 @@ fn any_call_of_any_round_may_fail_once() {
                             Ok(None) => break,
                             Err(error) => {
                                 let stage = match call {
-                                    Call::Reset | Call::Prefill | Call::DrafterReset => {
-                                        Stage::Prefill
-                                    }
+                                    Call::Reset | Call::Prefill => Stage::Prefill,
                                     Call::Verify => Stage::Verify,
                                     Call::Commit => Stage::Commit,
-                                    Call::Observe => Stage::Observe,
+                                    Call::DrafterReset | Call::Observe => Stage::Observe,
                                     Call::Propose => Stage::Propose,
                                 };
                                 assert_eq!(named(&error), (call, stage), "{what}");
@@ -112,7 +111,7 @@ fn statistics_count_rounds_that_were_committed_only() {
 
 #[test]
 fn a_drafter_that_always_fails_leaves_plain_steps() {
-    for call in [Call::Observe, Call::Propose] {
+    for call in [Call::DrafterReset, Call::Observe, Call::Propose] {
         let mut decoder = toys(&Config::new(Algorithm::Tree).budget(9), None);
         decoder.start(&Request::new(&PROMPT).max_new_tokens(LIMIT)).unwrap();
         // It fails from here on.
@@ -140,6 +139,98 @@ fn a_drafter_that_always_fails_leaves_plain_steps() {
     }
 }
 
+// One whose reset failed kept texts from being decoded that never ask it.
+#[test]
+fn a_drafter_that_is_not_needed_is_not_reset() {
+    for algorithm in [Algorithm::Autoregressive, Algorithm::Tree] {
+        let mut decoder = toys(&Config::new(algorithm).budget(9), None);
+        decoder.engine_mut().1.faults.always = Some(Call::DrafterReset);
+        decoder.start(&Request::new(&PROMPT).max_new_tokens(LIMIT)).unwrap();
+        let mut streamed = Vec::new();
+        let plainly = algorithm.needs_drafter();
+        while let Some(tokens) =
+            if plainly { decoder.step_plain() } else { decoder.step() }.unwrap()
+        {
+            streamed.extend_from_slice(tokens);
+        }
+        assert_complete(&decoder, &streamed, &format!("{algorithm}"));
+        assert_eq!(calls(&decoder, Call::DrafterReset), 0);
+    }
+}
+
+/// A drafter that could not be reset for one request keeps nothing of the one before.
+#[test]
+fn a_drafter_that_missed_a_request_begins_after_the_prefix_of_the_next() {
+    let mut decoder = toys(&Config::new(Algorithm::Tree).budget(9), None);
+    decode(&mut decoder, &Request::new(&[5, 5, 5, 5]).max_new_tokens(LIMIT));
+    decoder.engine_mut().1.faults.always = Some(Call::DrafterReset);
+    decoder.start(&Request::new(&PROMPT).max_new_tokens(LIMIT)).unwrap();
+    while decoder.step_plain().unwrap().is_some() {}
+    let prompt = [&PROMPT[..], &decoder.session().generated()[..5]].concat();
+    decoder.start(&Request::new(&prompt).max_new_tokens(LIMIT).cached_prefix(6)).unwrap();
+    decoder.engine_mut().1.faults.always = None;
+    while decoder.step().unwrap().is_some() {}
+    assert_eq!(decoder.engine().1.context().start, 6);
+    assert_eq!(decoder.session().generated(), plain(&prompt, LIMIT, &[], usize::MAX).0);
+}
+
+/// A verifier that commits the rows of a prefill before it picks, which fails once.
+struct Hasty {
+    target: Target,
+    prefills_to_failure: usize,
+}
+
+impl Verifier for Hasty {
+    type Features = Vec<Row>;
+    type Error = Fault;
+
+    fn capabilities(&self) -> Capabilities {
+        self.target.capabilities()
+    }
+
+    fn reset(&mut self, keep: usize) -> Result<(), Fault> {
+        self.target.reset(keep)
+    }
+
+    fn prefill(&mut self, prefill: &Prefill<'_>, picks: &mut Picks<'_>) -> Result<Vec<Row>, Fault> {
+        let rows = self.target.prefill(prefill, picks)?;
+        let fails = self.prefills_to_failure == 0;
+        self.prefills_to_failure = self.prefills_to_failure.wrapping_sub(1);
+        if fails { Err(Fault(Call::Prefill)) } else { Ok(rows) }
+    }
+
+    fn verify(&mut self, round: &Round<'_>, picks: &mut Picks<'_>) -> Result<(), Fault> {
+        self.target.verify(round, picks)
+    }
+
+    fn commit(&mut self, plan: &CommitPlan) -> Result<Vec<Row>, Fault> {
+        self.target.commit(plan)
+    }
+}
+
+// The rows were there twice when the prefill was done again.
+#[test]
+fn rows_of_a_prefill_whose_pick_failed_are_dropped() {
+    for append in [false, true] {
+        let target = Target::new(120);
+        let verifier = Hasty { target, prefills_to_failure: usize::from(append) };
+        let config = Config::new(Algorithm::Tree).budget(9);
+        let mut decoder = Decoder::new((verifier, Guesser::new(4, 55)), &config).unwrap();
+        decoder.start(&Request::new(&PROMPT).max_new_tokens(LIMIT)).unwrap();
+        let mut prompt = PROMPT.to_vec();
+        if append {
+            prompt.extend_from_slice(decoder.step().unwrap().unwrap());
+            decoder.append(&[7]).unwrap();
+            prompt.push(7);
+        }
+        assert_eq!(named(&decoder.step().unwrap_err()), (Call::Prefill, Stage::Prefill));
+        while decoder.step().unwrap().is_some() {}
+        let expected = plain(&prompt, LIMIT + PROMPT.len() - prompt.len(), &[], usize::MAX).0;
+        assert_eq!(decoder.session().tokens(), [&prompt[..], &expected].concat());
+        decoder.engine().0.target.assert_plain(decoder.session().tokens());
+    }
+}
+
 #[test]
 fn a_drafter_catches_up_after_plain_steps() {
     let mut decoder = toys(&Config::new(Algorithm::Tree).budget(9), None);
@@ -158,7 +249,7 @@ fn a_drafter_catches_up_after_plain_steps() {
 
 #[test]
 fn a_request_that_failed_can_be_dropped_for_another() {
-    for call in [Call::Prefill, Call::Verify, Call::Commit, Call::Observe, Call::Propose] {
+    for call in CALLS {
         let mut decoder = toys(&Config::new(Algorithm::Tree).budget(9), Some((call, 0)));
         decoder.start(&Request::new(&[5, 5, 5, 5]).max_new_tokens(LIMIT)).unwrap();
         let failed = loop {

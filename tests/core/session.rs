@@ -1,7 +1,8 @@
 //! Requests one after another, and what a host may do between rounds.
 
 use ddtree::{
-    Algorithm, Config, Decoder, Error, Finish, Need, Plan, Reason, Request, Session, Verifier,
+    Algorithm, Config, Decoder, Error, Finish, Need, Picks, Plan, Prefill, Reason, Request,
+    Session, Verifier,
 };
 
 use crate::toy::{Guesser, Target, Text, VOCAB, decode, plain};
@@ -87,6 +88,41 @@ fn a_drafter_that_holds_the_cached_prefix_drafts_as_well_as_ever() {
     decode(&mut fresh, &request);
     assert_eq!(cached, fresh.session().stats().tau());
     assert!(cached > 1.5);
+}
+
+// The rows of another text were taken for those of the prompt, without an error.
+#[test]
+fn a_cached_prefix_that_is_not_held_is_refused() {
+    let mut decoder = toys(&tree());
+    decode(&mut decoder, &Request::new(&PROMPT).max_new_tokens(20));
+    let text = decoder.session().tokens().to_vec();
+    let held = decoder.session().committed_len();
+    assert_eq!(held, text.len() - 1);
+    let reusable = |prompt: &[u32]| decoder.session().reusable_prefix(prompt);
+    assert_eq!(reusable(&[]), 0);
+    assert_eq!(reusable(&text[..5]), 4);
+    assert_eq!(reusable(&text), held);
+    assert_eq!(reusable(&[&text[..], &[1, 2]].concat()), held);
+    let mut other = text[..10].to_vec();
+    other[6] = (other[6] + 1) % VOCAB;
+    assert_eq!(reusable(&other), 6);
+
+    let before = decoder.session().tokens().to_vec();
+    let error = decoder.start(&Request::new(&other).cached_prefix(7)).unwrap_err();
+    assert!(matches!(error, Error::Setting { field: "cached_prefix", .. }), "{error}");
+    assert!(error.to_string().contains("at most 6"), "{error}");
+    assert_eq!(decoder.session().tokens(), before);
+    let ended = decode(&mut decoder, &Request::new(&other).max_new_tokens(9).cached_prefix(6));
+    assert_eq!(ended, plain(&other, 9, &[], usize::MAX));
+
+    // What the host put there, it knows.
+    let mut elsewhere = Target::new(200);
+    let mut ids = Vec::new();
+    elsewhere.prefill(&Prefill::new(0, &text), &mut Picks::new(&mut ids)).unwrap();
+    decoder.engine_mut().0 = elsewhere;
+    let prompt = [&text[..], &[3]].concat();
+    let request = Request::new(&prompt).max_new_tokens(9).cached_prefix(text.len());
+    assert_eq!(decode(&mut decoder, &request), plain(&prompt, 9, &[], usize::MAX));
 }
 
 // A thinking budget was lost on the speculative path.
@@ -330,7 +366,7 @@ fn committed_tokens_are_those_with_rows() {
     let session = decoder.session();
     assert_eq!(session.committed_len(), 3);
     assert_eq!(session.committed_tokens(1..3).unwrap().tokens(), &PROMPT[1..]);
-    for range in [2..4, 4..4] {
+    for range in [2..4, 4..4, 1..1] {
         let error = session.committed_tokens(range).unwrap_err();
         assert!(matches!(error, Error::Setting { field: "range", .. }), "{error}");
     }

@@ -6,9 +6,9 @@ mod counting;
 
 use counting::allocations;
 use ddtree::{
-    Acceptance, Algorithm, AncestorMask, BestFirst, Capabilities, CommitPlan, Config, DraftTree,
-    Need, PickRule, Plan, Proposal, Request, Sampling, Session, StatePlan, TreeSettings,
-    tree::chain, walk,
+    Acceptance, Algorithm, AncestorMask, BestFirst, Capabilities, CommitPlan, Config, Constraint,
+    DraftTree, Need, PickRule, Plan, Proposal, Request, Sampling, Session, StatePlan, TokenPath,
+    TreeSettings, tree::chain, walk,
 };
 
 #[test]
@@ -59,13 +59,8 @@ fn round(session: &mut Session) -> usize {
         match session.need() {
             Need::Proposal => {
                 let (request, proposal) = session.proposal().unwrap();
-                draft(
-                    request.root(),
-                    request.position(),
-                    request.horizon(),
-                    request.top_k(),
-                    proposal,
-                );
+                // As wide whatever is asked for, so that the proposal's size stays.
+                draft(request.root(), request.position(), request.horizon(), WIDTH, proposal);
                 session.proposed().unwrap();
             }
             Need::Verification => {
@@ -157,6 +152,56 @@ fn nor_do_sampled_rounds() {
             let (_, later, accepted) = session_rounds(&config, &sampling);
             assert_eq!(later, 0, "{config:?} {sampling:?}");
             assert_eq!(accepted, algorithm.needs_drafter(), "{config:?} {sampling:?}");
+        }
+    }
+}
+
+/// Allows some tokens only, and drafts of them only.
+struct Even;
+
+impl Constraint for Even {
+    fn constrain(&mut self, path: TokenPath<'_>, logits: &mut [f32]) {
+        let odd = path.tokens().len() / 5 % 2;
+        logits.iter_mut().skip(odd).step_by(2).for_each(|logit| *logit = f32::NEG_INFINITY);
+        // The text is not to end.
+        logits[VOCAB as usize - 1] = f32::NEG_INFINITY;
+    }
+
+    fn allows(&mut self, path: TokenPath<'_>, token: u32) -> bool {
+        token as usize % 2 != path.tokens().len() / 5 % 2
+    }
+}
+
+#[test]
+fn nor_do_constrained_rounds() {
+    for sampling in [Sampling::new(), Sampling::new().temperature(0.6).seed(2)] {
+        for config in [
+            Config::new(Algorithm::Autoregressive),
+            Config::new(Algorithm::Chain),
+            Config::new(Algorithm::Chain).shadow(true).budget(3),
+            Config::new(Algorithm::Tree).budget(64),
+        ] {
+            for when in 0..3 {
+                let capabilities = Capabilities::new(VOCAB as usize, 2_000);
+                let plan = Plan::resolve(&config, &capabilities, HORIZON).unwrap();
+                let mut session = Session::new(plan);
+                let attach = |session: &mut Session, now| {
+                    if when == now {
+                        session.set_constraint(Some(Box::new(Even))).unwrap();
+                    }
+                };
+                attach(&mut session, 0);
+                prefill(&mut session, &sampling);
+                attach(&mut session, 1);
+                round(&mut session);
+                attach(&mut session, 2);
+                let rounds = allocations(|| {
+                    for _ in 0..30 {
+                        round(&mut session);
+                    }
+                });
+                assert_eq!(rounds, 0, "{config:?} {sampling:?} {when}");
+            }
         }
     }
 }

@@ -20,6 +20,8 @@ pub(crate) struct Sampler {
     prompt_len: usize,
     /// The slot that the picks of the round lead to and at which every token is forbidden.
     pub(crate) dead_end: Option<usize>,
+    // Tokens of a path at most.
+    longest: usize,
 
     // The tokens of the sequence, `history` of them, then those from the root to some slot.
     path: Vec<u32>,
@@ -66,9 +68,8 @@ impl Sampler {
         self.dead_end = None;
         self.path.clear();
         self.history = 0;
-        if self.rule() == PickRule::Pipeline {
-            self.path.reserve(longest);
-        }
+        self.longest = longest;
+        self.reserve();
         if !self.settings.is_greedy() {
             self.open.clear();
             self.open.reserve(vocab_size.div_ceil(noise::CHUNK));
@@ -77,6 +78,20 @@ impl Sampler {
 
     pub(crate) fn set_constraint(&mut self, constraint: Option<Box<dyn Constraint>>) {
         self.constraint = constraint;
+        self.reserve();
+    }
+
+    /// Makes room for what picks edit, if they do.
+    fn reserve(&mut self) {
+        if self.edits() {
+            self.path.reserve(self.longest.saturating_sub(self.path.len()));
+            self.row.reserve(self.vocab_size.saturating_sub(self.row.len()));
+        }
+    }
+
+    /// Whether logits change before the temperature.
+    fn edits(&self) -> bool {
+        self.settings.edits() || self.is_constrained()
     }
 
     pub(crate) fn is_constrained(&self) -> bool {
@@ -133,7 +148,7 @@ impl Sampler {
             return Err(Error::Length { field: "logits", found, accepted });
         }
         let mut row = std::mem::take(&mut self.row);
-        let edits = self.settings.edits() || self.is_constrained();
+        let edits = self.edits();
         if edits {
             self.set_path(tokens, node);
             row.clear();

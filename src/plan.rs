@@ -1,7 +1,8 @@
 use std::fmt;
 
 use crate::{
-    Algorithm, Attention, Capabilities, Config, Error, MaskForm, PickRule, Recurrence, TreeSettings,
+    Algorithm, Attention, Capabilities, Config, Error, MaskForm, PickRule, Picks, Recurrence,
+    TreeSettings,
 };
 
 /// Entries per depth that coupled drafting asks for unless told otherwise. Noise lifts tokens from
@@ -315,6 +316,12 @@ fn check_capabilities(capabilities: &Capabilities) -> Result<(), Error> {
             return Err(Error::setting(field, found, "at least 1"));
         }
     }
+    let most = Picks::SKIPPED as usize;
+    if capabilities.vocab_size > most {
+        let accepted = format_args!("at most {most}, so that every id is a u32 below it");
+        let found = capabilities.vocab_size;
+        return Err(Error::setting("capabilities.vocab_size", found, accepted));
+    }
     if capabilities.device_picks >= PickRule::Pipeline {
         let accepted = format_args!("{} or {}", PickRule::Argmax, PickRule::Noise);
         let found = capabilities.device_picks;
@@ -362,10 +369,14 @@ mod tests {
         for capabilities in [
             Capabilities::new(0, 10),
             Capabilities::new(10, 0),
+            #[cfg(target_pointer_width = "64")]
+            Capabilities::new(u32::MAX as usize + 1, 10),
             Capabilities { max_slots: 0, ..Capabilities::new(10, 10) },
         ] {
             assert!(Plan::resolve(&tree(), &capabilities, 7).is_err());
         }
+        let most = Capabilities::new(u32::MAX as usize, 10);
+        assert!(Plan::resolve(&tree(), &most, 7).is_ok());
     }
 
     #[test]

@@ -217,11 +217,14 @@ impl Session {
         session.picks.reserve(slots);
         session.outcome.reserve(depth);
         session.commit.reserve(depth);
-        if session.plan.algorithm().needs_tree_mask() || session.plan.shadow() {
-            session.builder.reserve(session.plan.tree().budget);
-            session.filtered.reserve(session.plan.tree().budget + 1);
+        let trees = session.plan.algorithm().needs_tree_mask();
+        // The builder also drafts the chains of a session with a constraint.
+        let nodes = if trees || session.plan.shadow() { session.plan.tree().budget } else { depth };
+        if nodes > 0 {
+            session.builder.reserve(nodes.max(depth));
+            session.filtered.reserve(nodes.max(depth) + 1);
         }
-        if session.plan.algorithm().needs_tree_mask() && session.plan.wants_bits() {
+        if trees && session.plan.wants_bits() {
             session.mask.reserve(slots);
         }
         if session.plan.shadow() {
@@ -455,7 +458,14 @@ impl Session {
         } else {
             None
         };
-        self.round.reason = self.round.reason.or(reason);
+        // What the proposal leaves undone is the reason even in rounds that were limited, unless
+        // the limit is one node.
+        match reason {
+            Some(Reason::SinglePath) if self.round.nodes == 1 => {
+                self.round.reason = self.round.reason.or(reason);
+            }
+            _ => self.round.reason = reason.or(self.round.reason),
+        }
         self.tree_ready();
         self.lap(Stage::Build);
         Ok(())

@@ -14,7 +14,8 @@ use crate::{AncestorMask, CommitPlan, DraftTree, Error, PickRule, sample::Sample
 #[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Capabilities {
-    /// Number of token ids; every id is below it.
+    /// Number of token ids; every id is below it. At most `u32::MAX`, which stands
+    /// for [no pick](Picks::SKIPPED).
     pub vocab_size: usize,
     /// KV rows at most: the committed ones and those of the round in progress.
     pub max_len: usize,
@@ -36,7 +37,7 @@ pub struct Capabilities {
 
 impl Capabilities {
     /// A verifier of `vocab_size` tokens and `max_len` KV rows that verifies
-    /// trees of any size, reads the mask as bits has no recurrent
+    /// trees of any size, reads the mask as bits, has no recurrent
     /// layers, and hands over logits unless a request is greedy.
     pub fn new(vocab_size: usize, max_len: usize) -> Self {
         Self {
@@ -319,6 +320,9 @@ impl<'a> Picks<'a> {
 
     /// Adds the picks of the next slots.
     pub fn extend(&mut self, tokens: &[u32]) {
+        if tokens.is_empty() {
+            return;
+        }
         self.ids.extend_from_slice(tokens);
         self.fill_leads();
         if let Some(context) = &mut self.context {

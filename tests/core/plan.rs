@@ -111,6 +111,29 @@ fn a_tree_that_comes_out_as_a_path_is_a_reason() {
     assert_eq!(reasons[0], (Reason::SinglePath, by[1]));
 }
 
+// The plan's reason stood for all rounds, and nothing told that none had a draft.
+#[test]
+fn what_a_round_lacks_comes_before_what_the_plan_lacks() {
+    let mut capabilities = Capabilities::new(VOCAB as usize, 99);
+    capabilities.max_slots = 5;
+    let last = (Reason::LastToken, 1);
+    let few = Target::with(capabilities.clone());
+    let (by, reasons) = rounds(few.clone(), Fixed(vec![]), &tree(9), 20);
+    assert_eq!((by, reasons), ([19, 0, 0], vec![(Reason::EmptyProposal, 18), last]));
+    let (by, reasons) = rounds(Target::causal(99), Fixed(vec![]), &tree(9), 20);
+    assert_eq!((by, reasons), ([19, 0, 0], vec![(Reason::EmptyProposal, 18), last]));
+
+    let path = || Fixed(vec![(vec![1], vec![-0.1])]);
+    let (by, reasons) = rounds(few, path(), &tree(9), 20);
+    assert_eq!((by[2], reasons[0]), (0, (Reason::SinglePath, by[1])));
+    let (by, reasons) = rounds(Target::causal(99), path(), &tree(9), 20);
+    assert_eq!((by[2], reasons[0]), (0, (Reason::CausalAttention, by[1])));
+    // Of one node nothing else can be made.
+    capabilities.max_slots = 2;
+    let (by, reasons) = rounds(Target::with(capabilities), path(), &tree(9), 20);
+    assert_eq!((by[2], reasons[0]), (0, (Reason::SlotLimit, by[1])));
+}
+
 #[test]
 fn the_last_token_and_the_last_rows_are_reasons() {
     let (by, reasons) = rounds(Target::new(99), Guesser::new(4, 0), &tree(9), 20);

@@ -259,6 +259,19 @@ impl ddtree::Constraint for Anything {
     fn constrain(&mut self, _: ddtree::TokenPath<'_>, _: &mut [f32]) {}
 }
 
+// Logits after an empty list of ids were refused.
+#[test]
+fn no_ids_are_no_ids() {
+    let plan = Plan::resolve(&Config::default(), &Capabilities::new(3, 100), 3).unwrap();
+    let mut session = Session::new(plan);
+    session.start(&Request::new(&[1]).sampling(warm())).unwrap();
+    let (_, mut picks) = session.prefill().unwrap();
+    picks.extend(&[]);
+    picks.push_logits(&[0.0, 99.0, 0.0]).unwrap();
+    session.prefilled().unwrap();
+    assert_eq!(session.generated(), [1]);
+}
+
 #[test]
 fn a_skipped_slot_that_the_text_reaches_is_an_error() {
     let plan = Plan::resolve(&Config::default(), &Capabilities::new(10, 100), 3).unwrap();

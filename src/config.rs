@@ -149,14 +149,23 @@ impl Config {
 /// use ddtree::Request;
 ///
 /// let request = Request::new(&[12, 7, 99]).max_new_tokens(128).stop_tokens(&[0]);
+/// assert_eq!(request.max_new_tokens, Some(128));
 /// ```
 #[derive(Clone, Debug, Default, PartialEq)]
+#[cfg_attr(feature = "serde", derive(serde::Serialize, serde::Deserialize))]
+#[cfg_attr(feature = "serde", serde(default, deny_unknown_fields))]
+#[non_exhaustive]
 pub struct Request {
-    pub(crate) prompt: Vec<u32>,
-    pub(crate) max_new_tokens: Option<usize>,
-    pub(crate) stop_tokens: Vec<u32>,
-    pub(crate) cached_prefix: usize,
-    pub(crate) sampling: Sampling,
+    /// The tokens to continue.
+    pub prompt: Vec<u32>,
+    /// See [`max_new_tokens`](Self::max_new_tokens()); `None` for as many as the cache holds.
+    pub max_new_tokens: Option<usize>,
+    /// See [`stop_tokens`](Self::stop_tokens()).
+    pub stop_tokens: Vec<u32>,
+    /// See [`cached_prefix`](Self::cached_prefix()).
+    pub cached_prefix: usize,
+    /// See [`sampling`](Self::sampling()).
+    pub sampling: Sampling,
 }
 
 impl Request {
@@ -187,7 +196,8 @@ impl Request {
     }
 
     /// Leading prompt tokens whose rows the verifier still holds, committed by
-    /// an earlier request; they are not forwarded again. Default: 0. A drafter
+    /// the request before ([`Session::reusable_prefix`](crate::Session::reusable_prefix)
+    /// tells how many); they are not forwarded again. Default: 0. A drafter
     /// that reads the target's features starts its context where these end
     /// unless it holds them too.
     pub fn cached_prefix(mut self, rows: usize) -> Self {

@@ -130,6 +130,12 @@ fn settings_figures_and_traces_survive_a_round_trip() {
     let sampling = Sampling::new().logit_bias(&[(5, f32::NEG_INFINITY), (7, -1.5)]);
     let text = serde_json::to_string(&sampling).unwrap();
     assert_eq!(serde_json::from_str::<Sampling>(&text).unwrap(), sampling, "{text}");
+    let asked = request().stop_tokens(&[4]).cached_prefix(2).sampling(sampling);
+    let text = serde_json::to_string(&asked).unwrap();
+    assert_eq!(serde_json::from_str::<Request>(&text).unwrap(), asked, "{text}");
+    let given: Request = serde_json::from_str(r#"{"prompt":[2,7,1]}"#).unwrap();
+    assert_eq!(given, Request::new(&PROMPT));
+    assert!(serde_json::from_str::<Request>(r#"{"prompt":[1],"stop":[2]}"#).is_err());
     let error = serde_json::from_str::<Config>(r#"{"budgett":3}"#).unwrap_err();
     assert!(error.to_string().contains("budgett"), "{error}");
 

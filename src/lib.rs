@@ -44,7 +44,8 @@
 //! * **The parts.** [`Proposal`] → [`BestFirst`] → [`DraftTree`] →
 //!   [`AncestorMask`] and [`layout`] writers → your kernels → [`walk`] →
 //!   [`CommitPlan`]. Slices in, slices out. For engines that have a loop of
-//!   their own and want the algorithm right.
+//!   their own and want the algorithm right. [`Picker`] samples from your
+//!   logits, if your engine does not, such that drafts do not change the text.
 //! * **The session.** [`Session`] is one sequence as a state machine without
 //!   I/O: prefill, proposals, limits, stop tokens, statistics, recovery. For
 //!   engines with a scheduler, batches or an async runtime.
@@ -142,7 +143,7 @@ pub use error::Error;
 pub use mask::AncestorMask;
 pub use plan::{Plan, Reason};
 pub use proposal::Proposal;
-pub use sample::{Constraint, PickRule, Sampling, TokenPath};
+pub use sample::{Constraint, PickRule, Picker, Sampling, TokenPath};
 pub use session::{Finish, Need, Session};
 pub use state::StatePlan;
 pub use stats::{RoundStats, RoundTrace, RunStats, ShadowStats, Stage};

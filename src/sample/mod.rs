@@ -2,6 +2,7 @@
 //!
 //! * [`Sampling`]: what a request asks for, and the order in which it is applied.
 //! * [`Constraint`]: a grammar or another rule of the caller's, asked about each slot's own path.
+//! * [`Picker`]: from logits to picks without a session.
 //! * [`PickRule`]: what a verifier has to be able to do to pick on its device.
 //! * [`gumbel`]: the noise, for kernels and their tests.
 //!
@@ -25,11 +26,13 @@
 mod constraint;
 mod couple;
 mod noise;
+mod picker;
 mod sampler;
 mod settings;
 
 pub use constraint::{Constraint, TokenPath};
 pub use noise::gumbel;
+pub use picker::Picker;
 pub use settings::{PickRule, Sampling};
 
 pub(crate) use couple::Coupling;

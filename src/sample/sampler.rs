@@ -89,6 +89,12 @@ impl Sampler {
         }
     }
 
+    /// Lets the next path be that of another sequence.
+    pub(crate) fn forget(&mut self, prompt_len: usize) {
+        self.prompt_len = prompt_len;
+        self.history = 0;
+    }
+
     /// Whether logits change before the temperature.
     fn edits(&self) -> bool {
         self.settings.edits() || self.is_constrained()

@@ -1,7 +1,8 @@
 //! The pipeline against an obvious twin, and what its settings do.
 
 use ddtree::{
-    Algorithm, Capabilities, Config, Error, Picks, Plan, Request, Sampling, Session, sample::gumbel,
+    Algorithm, Capabilities, Config, Error, Picker, Picks, Plan, Request, Sampling, Session,
+    TokenPath, sample::gumbel,
 };
 use rand::{Rng, SeedableRng, rngs::StdRng};
 
@@ -133,6 +134,51 @@ fn picks_are_those_of_the_definition() {
         let found = pick(&row, &path, settings.sampling()).unwrap();
         assert_eq!(found, settings.naive(&row, &path), "case {case}: {settings:?}");
     }
+}
+
+/// One picker for all prefixes of several texts, last ones first.
+#[test]
+fn a_picker_gives_the_picks_of_a_session() {
+    for (seed, sampling) in [
+        Sampling::new(),
+        Sampling::new().repetition_penalty(1.3).frequency_penalty(0.2).penalize_prompt(false),
+        Sampling::new().temperature(0.9).top_p(0.9),
+        Sampling::new().temperature(1.2).presence_penalty(0.5).logit_bias(&[(3, 1.0)]),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let sampling = sampling.seed(seed as u64);
+        let mut picker = Picker::new(&sampling, 16).unwrap();
+        for first in 0..4 {
+            let request =
+                Request::new(&[first, 2, 5]).max_new_tokens(20).sampling(sampling.clone());
+            let config = Config::new(Algorithm::Tree).budget(8);
+            let text = decode(engine(16, Hands::Wanted), &config, &request, None).tokens;
+            let all = [&[first, 2, 5][..], &text].concat();
+            for end in (3..all.len()).rev() {
+                let row = Language::new(16).row_after(&all[..end]);
+                let picked = picker.pick(&row, TokenPath::new(&all[..end], 3)).unwrap();
+                assert_eq!(picked, all[end], "{sampling:?} {end}");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_picker_refuses_what_a_session_refuses() {
+    let sampling = Sampling::new().repetition_penalty(1.3).penalize_prompt(false);
+    assert!(Picker::new(&sampling, 0).is_err());
+    assert!(Picker::new(&Sampling::new().top_k(0), 3).is_err());
+    let mut picker = Picker::new(&sampling, 3).unwrap();
+    let path = TokenPath::new(&[1, 2], 5);
+    assert_eq!(picker.pick(&[0.0, 2.0, 1.0], path), Ok(1));
+    assert!(matches!(picker.pick(&[0.0; 2], path), Err(Error::Length { field: "logits", .. })));
+    let outside = picker.pick(&[0.0; 3], TokenPath::new(&[1, 3], 1));
+    assert!(matches!(outside, Err(Error::Token { field: "path", index: 1, .. })));
+    let nothing = picker.pick(&[f32::NEG_INFINITY; 3], path);
+    assert_eq!(nothing, Err(Error::NoToken { slot: 0 }));
+    assert_eq!(picker.pick(&[0.0, 2.0, 1.0], TokenPath::new(&[], 0)), Ok(1));
 }
 
 #[test]

@@ -168,6 +168,10 @@ pub struct Session {
 /// have no limit of its own.
 const RESERVED_TOKENS: usize = 1 << 20;
 
+/// Rounds in a row without an accepted node at which there is a warning.
+#[cfg(feature = "tracing")]
+const ZERO_RUN: u64 = 32;
+
 /// What the round in progress may draft.
 #[derive(Clone, Copy, Debug)]
 struct RoundLimits {
@@ -657,6 +661,10 @@ impl Session {
             tracing::debug!(running = %round.algorithm, %reason, "ddtree round");
         }
         self.stats.add_round(&round, self.tree.max_depth());
+        #[cfg(feature = "tracing")]
+        if round.nodes > 0 && self.stats.zero_run == ZERO_RUN {
+            tracing::warn!(rounds = ZERO_RUN, "ddtree accepts nothing");
+        }
         self.last_round = Some(round);
         if self.plan.trace() {
             self.trace.push(RoundTrace {

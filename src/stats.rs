@@ -109,7 +109,7 @@ pub struct RunStats {
     pub shadow: ShadowStats,
     /// Rounds in a row, up to the last one, that drafted and had nothing
     /// accepted. Above a few dozen something is broken: acceptance does not
-    /// collapse on its own.
+    /// collapse on its own. With the `tracing` feature, there is a warning at 32.
     pub zero_run: u64,
     #[cfg_attr(feature = "serde", serde(with = "by_name::algorithm"))]
     rounds_by_algorithm: [u64; Algorithm::ALL.len()],
@@ -164,7 +164,8 @@ impl RunStats {
     }
 
     pub(crate) fn add_time(&mut self, stage: Stage, time: Duration) {
-        self.stages[stage as usize] += time;
+        let stage = &mut self.stages[stage as usize];
+        *stage = stage.saturating_add(time);
     }
 
     pub(crate) fn add_round(&mut self, round: &RoundStats, depth: usize) {

@@ -22,5 +22,7 @@ mod plan;
 mod session;
 mod stats;
 mod termination;
+#[cfg(feature = "tracing")]
+mod tracing;
 mod tree;
 mod walk;

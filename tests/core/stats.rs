@@ -1,6 +1,8 @@
 //! Figures against a recount.
 
-use ddtree::{Algorithm, Config, Decoder, Reason, Request, Session, Stage, TreeSettings};
+use ddtree::{
+    Algorithm, Capabilities, Config, Decoder, Plan, Reason, Request, Session, Stage, TreeSettings,
+};
 use proptest::prelude::*;
 
 use crate::{
@@ -174,4 +176,14 @@ fn figures_begin_anew_with_every_request() {
     assert!(stats.acceptance().all(|counted| counted == (0, 0)));
     assert_eq!(decoder.session().trace(), []);
     assert_eq!(decoder.session().last_round(), None);
+}
+
+#[test]
+fn times_that_are_too_long_to_add_up_do_no_harm() {
+    let plan = Plan::resolve(&Config::default(), &Capabilities::new(9, 9), 3).unwrap();
+    let mut session = Session::new(plan);
+    for _ in 0..2 {
+        session.add_time(Stage::Observe, std::time::Duration::MAX);
+    }
+    assert_eq!(session.stats().time(Stage::Observe), std::time::Duration::MAX);
 }

@@ -127,8 +127,9 @@ impl<'a> Round<'a> {
         Self { start, tree, mask }
     }
 
-    /// Position and KV row of the root: the number of rows committed. Slot `i`
-    /// goes to KV row `start() + i`; its position is another number, see
+    /// KV row of the root: the number of rows committed. It is its position too,
+    /// unless the engine counts positions in another way. Slot `i` goes to KV row
+    /// `start() + i`; its position is another number, see
     /// [`positions`](Self::positions).
     pub fn start(&self) -> usize {
         self.start
@@ -145,7 +146,8 @@ impl<'a> Round<'a> {
         self.mask
     }
 
-    /// Position of every slot: `start() + depth`, never the slot's index.
+    /// Position of every slot: `start() + depth`, never the slot's index. An
+    /// engine whose positions are not rows adds the depths to a base of its own.
     pub fn positions(&self) -> impl ExactSizeIterator<Item = usize> + 'a {
         let start = self.start;
         self.tree.depths().iter().map(move |&depth| start + depth as usize)
@@ -409,7 +411,9 @@ pub(crate) fn leads_to(tree: &DraftTree, picks: &[u32], stop_tokens: &[u32], slo
 ///    that the target chooses after the path from the root to that slot, and nothing else (not
 ///    slots before it, not siblings), as [`Picks::rule`] says. [Unwanted](Picks::wanted) slots may
 ///    be skipped.
-/// 3. **Positions come from depth**: see [`Round::positions`].
+/// 3. **Positions come from depth**: see [`Round::positions`]. Where a token's position is not its
+///    KV row (M-RoPE after an image), it is the engine's own base, the position of the root, plus
+///    the [depth](DraftTree::depths).
 /// 4. **Commit means equality.** After `commit` the caches equal what plain decoding of the
 ///    accepted path would have left; the bonus has no row.
 /// 5. **One arithmetic.** Tokens equal those of decoding without a draft only as far as the logits

@@ -7,8 +7,9 @@ use crate::Error;
 ///
 /// # Order
 ///
-/// A row of logits goes through these steps, in this order (that of Hugging Face transformers and
-/// vLLM; llama.cpp truncates before it applies the temperature):
+/// A row of logits goes through these steps, in this order (that of Hugging Face transformers;
+/// vLLM applies min-p before top-k and top-p, llama.cpp truncates before it applies the
+/// temperature):
 ///
 /// 1. [`logit_bias`](Self::logit_bias) is added.
 /// 2. [`repetition_penalty`](Self::repetition_penalty), then

@@ -3,11 +3,12 @@
 use std::convert::Infallible;
 
 use ddtree::{
-    Acceptance, Algorithm, AncestorMask, BestFirst, CommitPlan, Config, Decoder, DraftTree,
-    Drafter, Error, Joint, NoDrafter, Plan, Proposal, Request, RunStats, Session, TopK, Verifier,
+    Acceptance, Algorithm, AncestorMask, BestFirst, CommitPlan, Committed, Config, Decoder,
+    DraftTree, Drafter, Error, Joint, NoDrafter, Plan, Proposal, ProposalRequest, Request,
+    RunStats, Session, TopK, Verifier,
 };
 
-use crate::toy::{Both, Fault, Guesser, Row, Target, decode, plain};
+use crate::toy::{Both, Fault, Guesser, Row, Target, Text, VOCAB, decode, plain};
 
 const PROMPT: [u32; 3] = [2, 7, 1];
 
@@ -111,6 +112,65 @@ fn sessions_in_turn_do_not_disturb_one_another() {
     }
     for (decoder, prompt) in decoders.iter().zip(prompts) {
         assert_eq!(decoder.session().generated(), plain(prompt, 30, &[], usize::MAX).0);
+    }
+}
+
+/// Knows the whole text, and is wrong about every third token.
+struct Oracle(Vec<u32>);
+
+impl<F> Drafter<F> for Oracle {
+    type Error = Error;
+
+    fn horizon(&self) -> usize {
+        4
+    }
+
+    fn reset(&mut self, _: usize) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn observe(&mut self, _: &Committed<'_>, _: &F) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn propose(&mut self, request: &ProposalRequest, out: &mut Proposal) -> Result<(), Error> {
+        for at in (request.position() + 1..).take(request.horizon()) {
+            let truth = self.0[at];
+            let mut tokens = [truth, (truth + 1) % VOCAB, (truth + 2) % VOCAB];
+            if at % 3 == 0 {
+                tokens.swap(0, 1);
+            }
+            out.push(&tokens, &[-0.5, -1.2, -3.0])?;
+        }
+        Ok(())
+    }
+}
+
+/// As after an image, whose rows are many and whose positions are few.
+#[test]
+fn positions_can_be_behind_rows() {
+    let prompt = [1, 1, 1, 1, 2, 7];
+    let mut naive = Text::new(&[]);
+    naive.behind = 3;
+    prompt.iter().for_each(|&token| naive.push(token));
+    let mut all = prompt.to_vec();
+    for _ in 0..30 {
+        all.push(naive.next());
+        naive.push(naive.next());
+    }
+    let expected = &all[prompt.len()..];
+    assert_ne!(expected, plain(&prompt, 30, &[], usize::MAX).0);
+    for &algorithm in Algorithm::ALL {
+        let mut target = Target::new(99);
+        target.behind = 3;
+        let config = Config::new(algorithm).budget(12);
+        let mut decoder = Decoder::new((target, Oracle(all.clone())), &config).unwrap();
+        let request = Request::new(&prompt).max_new_tokens(30);
+        assert_eq!(decode(&mut decoder, &request).0, expected, "{algorithm}");
+        let rows = decoder.engine().0.committed_rows();
+        assert_eq!(rows, &naive.rows()[..rows.len()]);
+        let drafts = algorithm.needs_drafter();
+        assert_eq!(decoder.session().stats().tau() > 1.5, drafts, "{algorithm}");
     }
 }
 

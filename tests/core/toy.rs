@@ -48,6 +48,8 @@ pub struct Text {
     rows: Vec<Row>,
     keys: u64,
     values: u64,
+    /// See [`Target::behind`].
+    pub behind: usize,
 }
 
 impl Text {
@@ -58,7 +60,8 @@ impl Text {
     }
 
     pub fn push(&mut self, token: u32) {
-        let mut row = Row { token, position: self.rows.len(), hidden: 0 };
+        let position = self.rows.len().saturating_sub(self.behind);
+        let mut row = Row { token, position, hidden: 0 };
         self.keys = self.keys.wrapping_add(row.key());
         row.hidden = self.keys;
         self.values = self.values.wrapping_add(row.value());
@@ -154,6 +157,9 @@ pub struct Target {
     pub widths: Vec<usize>,
     /// Whether a verification was given a mask.
     pub masks: Vec<bool>,
+    /// By how much positions are behind rows after an image at the start, all of whose rows have
+    /// position 0.
+    pub behind: usize,
 }
 
 impl Target {
@@ -170,6 +176,7 @@ impl Target {
             faults: Faults::default(),
             widths: Vec::new(),
             masks: Vec::new(),
+            behind: 0,
         }
     }
 
@@ -248,7 +255,9 @@ impl Verifier for Target {
         let (start, tokens) = (prefill.start(), prefill.tokens());
         assert_eq!(start, self.committed);
         assert!(!tokens.is_empty());
-        let window = tokens.iter().zip(start..).map(|(&token, position)| (token, position));
+        let behind = self.behind;
+        let window = tokens.iter().zip(start..);
+        let window = window.map(|(&token, row)| (token, row.saturating_sub(behind)));
         let chosen = self.forward(window, |query, key| key <= query);
         if self.faults.strike(Call::Prefill) {
             picks.push(VOCAB - 1);
@@ -273,7 +282,13 @@ impl Verifier for Target {
         self.widths.push(tree.len());
         self.masks.push(round.mask().is_some());
 
-        let window = tree.tokens().iter().copied().zip(round.positions());
+        let positions: Vec<usize> = if self.behind == 0 {
+            round.positions().collect()
+        } else {
+            let root = self.committed.saturating_sub(self.behind);
+            tree.depths().iter().map(|&depth| root + depth as usize).collect()
+        };
+        let window = tree.tokens().iter().copied().zip(positions);
         let chosen = self.forward(window, |query, key| match round.mask() {
             Some(mask) => mask.is_visible(query, key),
             None if tree.is_chain() => key <= query,

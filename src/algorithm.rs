@@ -4,11 +4,11 @@
 /// round needs: it asks the methods below. An engine should do the same, so
 /// that a new algorithm cannot silently run without the inputs it reads.
 ///
-/// | algorithm | drafter | lists per depth | tree mask | rollback |
-/// |---|---|---|---|---|
-/// | `Autoregressive` | no | - | no | no |
-/// | `Chain` | yes | best token only | no | yes |
-/// | `Tree` | yes | top-k | yes | yes |
+/// | algorithm | drafter | lists per depth | tree mask |
+/// |---|---|---|---|
+/// | `Autoregressive` | no | - | no |
+/// | `Chain` | yes | best token only | no |
+/// | `Tree` | yes | top-k | yes |
 ///
 /// ```
 /// use ddtree::Algorithm;
@@ -48,12 +48,6 @@ impl Algorithm {
     /// to be restricted to ancestors.
     pub fn needs_tree_mask(self) -> bool {
         matches!(self, Self::Tree)
-    }
-
-    /// Whether a round can verify tokens that are not committed, so that the
-    /// verifier has to drop rows or restore recurrent state.
-    pub fn needs_rollback(self) -> bool {
-        self.needs_drafter()
     }
 
     /// Short name: `ar`, `chain` or `tree`.

@@ -94,7 +94,7 @@ impl Proposal {
     ///
     /// # Errors
     ///
-    /// If the slices differ in length, or an entry is NaN, positive (logits
+    /// If the slices differ in length, or an entry is NaN, above 0.001 (logits
     /// instead of log-probabilities, most likely), out of order, or a duplicate
     /// of an earlier token of the depth. The proposal is unchanged then.
     pub fn push(&mut self, tokens: &[u32], log_probs: &[f32]) -> Result<(), Error> {
@@ -186,7 +186,7 @@ fn check(depth: usize, tokens: &[u32], log_probs: &[f32]) -> Result<(), Error> {
             return fault(
                 rank,
                 format!("log-probability {log_prob}"),
-                "log-probabilities, at most 0, normalised over the full vocabulary",
+                "log-probabilities, at most 0.001, normalised over the full vocabulary",
             );
         }
         if rank > 0 && log_prob > log_probs[rank - 1] {

@@ -10,7 +10,7 @@ pub struct TreeSettings {
     /// Children of one node at most.
     pub top_k: usize,
     /// Growth stops at the first path whose log-probability is below this.
-    /// Since paths come in descending order, the stop is exact.
+    /// Since paths come in descending order, the stop is exact. NaN is no limit.
     pub log_prob_cutoff: f64,
     /// Whether the chain of best tokens, or as much of it as the budget holds,
     /// is in the tree whatever its probability. Its nodes then come first. The

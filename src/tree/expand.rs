@@ -35,7 +35,7 @@ use crate::Proposal;
 pub trait Expand {
     /// The `rank`-th best child (from 0) of the slot `parent` of `tree`, as
     /// token and log-probability given the path to `parent`; `None` if there
-    /// are no more.
+    /// are no more. A builder asks for slots of the tree only.
     ///
     /// For one parent, ranks are asked in ascending order and each once;
     /// tokens must be distinct and log-probabilities must not ascend, which the
@@ -53,6 +53,6 @@ impl<E: Expand + ?Sized> Expand for &mut E {
 impl Expand for &Proposal {
     #[inline]
     fn child(&mut self, tree: &DraftTree, parent: usize, rank: usize) -> Option<(u32, f32)> {
-        self.entry(tree.depths()[parent] as usize + 1, rank)
+        self.entry(*tree.depths().get(parent)? as usize + 1, rank)
     }
 }

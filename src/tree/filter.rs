@@ -44,6 +44,9 @@ impl<'a, E: Expand, F: FnMut(&DraftTree, usize, u32) -> bool> Filter<'a, E, F> {
 
 impl<E: Expand, F: FnMut(&DraftTree, usize, u32) -> bool> Expand for Filter<'_, E, F> {
     fn child(&mut self, tree: &DraftTree, parent: usize, rank: usize) -> Option<(u32, f32)> {
+        if parent >= tree.len() {
+            return None;
+        }
         if self.taken.len() <= parent {
             self.taken.resize(tree.len(), 0);
         }
@@ -66,6 +69,17 @@ impl<E: Expand, F: FnMut(&DraftTree, usize, u32) -> bool> Expand for Filter<'_, 
 mod tests {
     use super::*;
     use crate::{BestFirst, Proposal, TreeSettings};
+
+    #[test]
+    fn a_slot_outside_the_tree_has_no_children() {
+        let mut proposal = Proposal::new();
+        proposal.push(&[7], &[-0.5]).unwrap();
+        let (tree, mut taken) = (DraftTree::new(2), Vec::new());
+        assert_eq!((&proposal).child(&tree, 1, 0), None);
+        let mut children = Filter::new(&proposal, |_: &_, _, _| true, &mut taken);
+        assert_eq!(children.child(&tree, 1, 0), None);
+        assert_eq!(children.child(&tree, 0, 0), Some((7, -0.5)));
+    }
 
     #[test]
     fn a_filter_serves_one_tree_after_the_other() {

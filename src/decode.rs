@@ -319,7 +319,12 @@ impl<E: Engine> Decoder<E> {
                     }
                     // Unless all goes well, it may hold rows whose pick was refused.
                     self.verifier_reset = true;
-                    let features = verifier.prefill(&prefill, &mut picks).map_err(failed)?;
+                    let result = verifier.prefill(&prefill, &mut picks);
+                    // What the verifier passes on is the session's.
+                    if let Some(refusal) = self.session.refusal() {
+                        return Err(refusal.into());
+                    }
+                    let features = result.map_err(failed)?;
                     self.session.prefilled()?;
                     self.verifier_reset = false;
                     self.rows_known = true;

@@ -897,6 +897,11 @@ impl Session {
         Error::OutOfTurn { call, needs: self.need }
     }
 
+    /// The error if the round or the prefill cannot have a token.
+    pub(crate) fn refusal(&self) -> Option<Error> {
+        (self.sampler.dead_end == Some(0)).then_some(Error::NoToken { slot: 0 })
+    }
+
     /// Checks the picks taken for a tree, or the one after a prefill.
     fn check_picks(&self, tree: Option<&DraftTree>) -> Result<(), Error> {
         let capabilities = self.plan.capabilities();
@@ -914,10 +919,10 @@ impl Session {
             return Err(Error::Length { field: "picks", found, accepted });
         }
         let vocab_size = capabilities.vocab_size;
-        let dead_end = self.sampler.dead_end;
-        if dead_end == Some(0) {
-            return Err(Error::NoToken { slot: 0 });
+        if let Some(refusal) = self.refusal() {
+            return Err(refusal);
         }
+        let dead_end = self.sampler.dead_end;
         let reached =
             |slot| tree.is_none_or(|tree| leads_to(tree, &self.picks, &self.stop_tokens, slot));
         let wrong = |slot, token: u32| {

@@ -345,9 +345,9 @@ impl<'a> Picks<'a> {
     /// # Errors
     ///
     /// If the row is empty or holds NaN or +inf, or has not one entry per token where the request
-    /// is not plainly greedy. If every token is forbidden: picks of a session take note of that,
-    /// and the text ends before such a slot, or the session refuses to go on if it is the root;
-    /// others return [`Error::NoToken`].
+    /// is not plainly greedy. [`Error::NoToken`] if every token is forbidden, but for slots of a
+    /// session's tree: it takes note, and ends the round before such a slot or, at the root,
+    /// refuses it.
     ///
     /// Nothing is added then. A verifier that stores rows before it picks has to drop them.
     pub fn push_logits(&mut self, logits: &[f32]) -> Result<(), Error> {
@@ -370,6 +370,10 @@ impl<'a> Picks<'a> {
             (Err(Error::NoToken { .. } | Error::Logits { .. }), false, _) => Self::SKIPPED,
             (Err(Error::NoToken { .. }), true, Some(context)) => {
                 context.sampler.dead_end = Some(slot);
+                if context.tree.is_none() {
+                    // The rows of a prefill are not to be committed then.
+                    return Err(Error::NoToken { slot });
+                }
                 Self::SKIPPED
             }
             (picked, ..) => picked?,

@@ -259,6 +259,31 @@ fn a_dead_end_is_an_error_where_the_text_gets_there_and_nowhere_else() {
     }
 }
 
+#[test]
+fn tokens_of_the_host_may_lead_into_a_dead_end() {
+    let ar = Config::new(Algorithm::Autoregressive);
+    for &algorithm in Algorithm::ALL {
+        let config = Config::new(algorithm).budget(16);
+        let mut decoder = Decoder::new(engine(16, Hands::Logits), &config).unwrap();
+        decoder.set_constraint(Some(Box::new(DeadEnd(4)))).unwrap();
+        decoder.start(&Request::new(&[1, 2]).max_new_tokens(20)).unwrap();
+        decoder.step().unwrap();
+        decoder.append(&[5, 6, 7]).unwrap();
+        let before = decoder.session().tokens().to_vec();
+        for _ in 0..2 {
+            let error = decoder.step().unwrap_err();
+            let refused = matches!(error, DecodeError::Refused(Error::NoToken { slot: 0 }));
+            assert!(refused, "{error}");
+            assert_eq!(decoder.session().tokens(), before);
+        }
+        decoder.set_constraint(None).unwrap();
+        run(&mut decoder).unwrap();
+        let rest = Request::new(&before).max_new_tokens(16);
+        let expected = decode(engine(16, Hands::Logits), &ar, &rest, None).tokens;
+        assert_eq!(decoder.session().tokens(), [before, expected].concat());
+    }
+}
+
 /// Ends texts early and insists on never being asked what follows their end.
 struct Strict;
 

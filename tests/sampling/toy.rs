@@ -122,6 +122,8 @@ impl Verifier for Target {
     }
 
     fn reset(&mut self, keep: usize) -> Result<(), Error> {
+        // As with recurrent layers, there is no way back to somewhere in between.
+        assert!(keep == 0 || keep == self.committed.len(), "{keep} of {}", self.committed.len());
         self.committed.truncate(keep);
         Ok(())
     }

@@ -4,7 +4,7 @@ use std::convert::Infallible;
 
 use ddtree::{
     Acceptance, Algorithm, AncestorMask, BestFirst, CommitPlan, Committed, Config, Decoder,
-    DraftTree, Drafter, Error, Joint, NoDrafter, Plan, Proposal, ProposalRequest, Request,
+    DraftTree, Drafter, Error, Joint, NoDrafter, Picker, Plan, Proposal, ProposalRequest, Request,
     RunStats, Session, TopK, Verifier,
 };
 
@@ -40,6 +40,7 @@ fn types_can_be_sent_and_shared() {
     all::<Acceptance>();
     all::<CommitPlan>();
     all::<TopK>();
+    all::<Picker>();
     all::<Decoder<(Target, Guesser)>>();
     all::<ddtree::DecodeError<Fault, Infallible>>();
 }

@@ -14,6 +14,8 @@ mod toy;
 
 mod bad_input;
 mod engines;
+#[cfg(feature = "tracing")]
+mod events;
 mod faults;
 mod goldens;
 mod lossless;
@@ -22,7 +24,5 @@ mod plan;
 mod session;
 mod stats;
 mod termination;
-#[cfg(feature = "tracing")]
-mod tracing;
 mod tree;
 mod walk;

@@ -65,6 +65,20 @@ pub enum RopeScaling {
 }
 
 impl RopeConfig {
+    /// Refuses a drafter whose frequencies change before the `positions` of its target end. Slots of a block that reach
+    /// past the target's last position draft what it cannot hold anyway.
+    pub(super) fn check_reach(&self, positions: usize) -> Result<()> {
+        match self.scaling {
+            RopeScaling::Dynamic { max_position } if max_position < positions => {
+                let accepted = format!(
+                    "at least {positions}, the target's positions, as dynamic scaling changes beyond"
+                );
+                Err(Error::config("max_position_embeddings", max_position, accepted))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// The `rotary_dim / 2` angular frequencies, radians per position.
     ///
     /// # Errors

@@ -304,8 +304,8 @@ fn pick_on_device(logits: &Tensor, picks: &mut Picks<'_>) -> Result<()> {
     Ok(())
 }
 
-/// Adds the pick of the next row.
-fn pick_row(logits: &[f32], picks: &mut Picks<'_>) -> Result<()> {
+/// Adds the pick of the next row, and says of all rows that are no logits the same.
+pub(super) fn pick_row(logits: &[f32], picks: &mut Picks<'_>) -> Result<()> {
     use LogitsError::{NotANumber, PositiveInfinity};
     let row = picks.ids().len();
     picks.push_logits(logits).map_err(|error| match error {

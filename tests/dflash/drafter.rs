@@ -100,5 +100,6 @@ fn logits_that_are_no_numbers_are_errors() {
     let mut drafter = model.drafter();
     let mut proposal = Proposal::new();
     let error = drafter.propose(&ProposalRequest::new(7, 0, 4, 2), &mut proposal).unwrap_err();
-    assert!(error.to_string().contains("NaN"), "{error}");
+    let cause = std::error::Error::source(&error).expect("what is wrong with the row").to_string();
+    assert!(cause.contains("NaN"), "{error}: {cause}");
 }

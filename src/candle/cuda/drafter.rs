@@ -336,6 +336,7 @@ fn check_pair(config: &DFlashConfig, target: &CudaTarget, shared: &Shared) -> Re
         let accepted = format!("a row of the target's embedding, below {}", shared.vocab_size);
         return Err(Error::config("dflash_config.mask_token_id", config.mask_token_id(), accepted));
     }
+    config.decoder.rope.check_reach(shared.max_len)?;
     if let Some(found) = config.num_target_layers
         && found != shared.num_layers
     {

@@ -13,6 +13,7 @@ use super::kernels::{Argmax, Kernels, MAX_SLOTS, Path, TopK};
 use super::products::{Output, Place, Product, Rest};
 use super::stack::{PassInput, Stack, TapInto, padded, padded_to_few};
 use super::weights::{Loader, Source, check};
+use crate::candle::target::pick_row;
 use crate::candle::{DecoderConfig, Error, Result, Weights};
 use crate::{Capabilities, CommitPlan, PickRule, Picks, Prefill, Round, Verifier};
 
@@ -417,7 +418,7 @@ impl CudaTarget {
             } else if picks.wanted() {
                 let (gpu, skipped) = (&self.stack.gpu, 4 * row * self.shared.vocab_size);
                 gpu.download(&self.logits, skipped, self.row.as_mut_slice())?;
-                picks.push_logits(self.row.as_slice())?;
+                pick_row(self.row.as_slice(), picks)?;
             } else {
                 picks.skip();
             }

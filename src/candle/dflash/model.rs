@@ -8,7 +8,7 @@ use candle_nn::{Linear, Module, RmsNorm};
 use super::{BlockAttention, DFlashConfig};
 use crate::TopK;
 use crate::candle::{
-    DecoderModel, Embedding, Error, KvCache, LmHead, Result, RopeScaling, Weights,
+    DecoderModel, Embedding, Error, KvCache, LmHead, Result, Weights,
     attention::{LayerMask, Segment},
     layers::{self, Mlp},
     rope::{Rope, Rotation},
@@ -429,16 +429,7 @@ fn check_pair(config: &DFlashConfig, weights: &Weights, shared: &SharedWeights) 
         let accepted = format!("a row of the target's embedding, below {vocab_size}");
         return Err(Error::config("dflash_config.mask_token_id", config.mask_token_id, accepted));
     }
-    // Slots of a block beyond the target's last position draft what it cannot hold anyway.
-    if let RopeScaling::Dynamic { max_position } = config.decoder.rope.scaling
-        && max_position < shared.max_positions
-    {
-        let accepted = format!(
-            "at least {}, the target's positions, as dynamic scaling changes beyond",
-            shared.max_positions
-        );
-        return Err(Error::config("max_position_embeddings", max_position, accepted));
-    }
+    config.decoder.rope.check_reach(shared.max_positions)?;
     if let Some(found) = config.num_target_layers
         && found != shared.num_layers
     {

@@ -5,7 +5,7 @@ use candle_core::{DType, Device};
 use super::{FilePath, TINY, gpu, pair, tiny};
 use crate::candle::cuda::{CudaDFlash, CudaOptions, CudaTaps, CudaTarget};
 use crate::candle::dflash::DFlashConfig;
-use crate::candle::{DecoderConfig, Error, Weights};
+use crate::candle::{DecoderConfig, Error, RopeScaling, Weights};
 use crate::{
     Acceptance, AncestorMask, CommitPlan, Committed, DraftTree, Drafter, Picks, Prefill, Proposal,
     ProposalRequest, Round, Verifier, walk,
@@ -64,6 +64,10 @@ fn drafters_of_another_target() {
     let (target, config) = tiny(&gpu, DType::F32, true);
     let top_k = CudaDFlash::new(&target, config, weights("drafter"), 65);
     assert_eq!(refused(top_k), "top_k");
+    let mut short = drafter();
+    short.decoder.rope.scaling = RopeScaling::Dynamic { max_position: 511 };
+    let short = CudaDFlash::new(&target, short, weights("drafter"), 64);
+    assert_eq!(refused(short), "max_position_embeddings");
     let options = CudaOptions::default().max_len(512).max_slots(7);
     let layers = drafter().target_layer_ids().to_vec();
     let narrow = CudaTarget::new(&gpu, &tiny_config(), weights("target"), &layers, options);

@@ -203,8 +203,8 @@ fn extreme_rows() {
     assert_eq!(pick(&big, &[0], warm().temperature(1e6)), Ok(0));
     for (row, at) in [([0.0, f32::NAN], 1), ([f32::INFINITY, 0.0], 0)] {
         let error = pick(&row, &[0], warm()).unwrap_err();
-        assert!(matches!(error, Error::Logits { row: 0, .. }), "{error}");
-        assert!(error.to_string().contains(&format!("logits[{at}]")), "{error}");
+        let Error::Logits { row: 0, source } = error else { panic!("{error}") };
+        assert!(source.to_string().contains(&format!("logits[{at}]")), "{source}");
     }
     let nothing = [f32::NEG_INFINITY; 3];
     let error = Picks::new(&mut Vec::new()).push_logits(&nothing).unwrap_err();

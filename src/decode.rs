@@ -174,6 +174,8 @@ pub struct Decoder<E: Engine> {
     drafter_reset: Option<usize>,
     // Whether the verifier's rows are known to be those of the session's committed tokens.
     rows_known: bool,
+    // Whether the engine was lent out since the request began.
+    lent: bool,
 }
 
 impl<E: Engine> std::fmt::Debug for Decoder<E> {
@@ -209,6 +211,7 @@ impl<E: Engine> Decoder<E> {
             verifier_reset: true,
             drafter_reset: None,
             rows_known: false,
+            lent: false,
         })
     }
 
@@ -223,8 +226,8 @@ impl<E: Engine> Decoder<E> {
     /// # Errors
     ///
     /// As [`Session::start`], or if the cached prefix is not what the verifier
-    /// holds of the request before. (It cannot be told after
-    /// [`engine_mut`](Self::engine_mut), nor if no step came before.) The session
+    /// holds of the request before, which is not checked after a call of
+    /// [`engine_mut`](Self::engine_mut) or before the first step. The session
     /// is unchanged then.
     pub fn start(&mut self, request: &Request) -> Result<(), Error> {
         let cached = request.cached_prefix;
@@ -235,11 +238,13 @@ impl<E: Engine> Decoder<E> {
                 return Err(Error::setting("cached_prefix", cached, accepted));
             }
         }
-        if cached > 0 {
+        if cached > 0 && !self.lent {
             let _ = self.observe();
         }
         self.session.start(request)?;
         self.unobserved.clear();
+        // The drafter has not seen what was put into the caches meanwhile.
+        let cached = if std::mem::take(&mut self.lent) { 0 } else { cached };
         self.verifier_reset = true;
         self.rows_known = false;
         // One that is still to be reset holds what was before the last request.
@@ -443,9 +448,10 @@ impl<E: Engine> Decoder<E> {
     }
 
     /// The engine, for instance to load other rows into its caches between requests. What the
-    /// request in progress has committed must stay.
+    /// request in progress has committed must stay. The drafter begins the next request anew.
     pub fn engine_mut(&mut self) -> &mut E {
         self.rows_known = false;
+        self.lent = true;
         &mut self.engine
     }
 

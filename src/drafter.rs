@@ -161,8 +161,8 @@ pub trait Drafter<F> {
 
     /// Forgets all but what was observed of the first `keep` positions; if
     /// that cannot be kept, forgets everything. Comes before the first
-    /// observation or proposal of a request, and never in requests that do not
-    /// draft.
+    /// observation or proposal of a request, and not before one is needed; a
+    /// failure is one of [`Stage::Observe`](crate::Stage::Observe).
     ///
     /// # Errors
     ///

@@ -45,7 +45,7 @@
 //!   [`AncestorMask`] and [`layout`] writers → your kernels → [`walk`] →
 //!   [`CommitPlan`]. Slices in, slices out. For engines that have a loop of
 //!   their own and want the algorithm right. [`Picker`] samples from your
-//!   logits, if your engine does not, such that drafts do not change the text.
+//!   logits in a way that drafts do not change, if your engine's own sampler does not.
 //! * **The session.** [`Session`] is one sequence as a state machine without
 //!   I/O: prefill, proposals, limits, stop tokens, statistics, recovery. For
 //!   engines with a scheduler, batches or an async runtime.

@@ -72,8 +72,9 @@ pub enum Finish {
 /// ```
 ///
 /// Between any two steps a session can be dropped, or brought back to the last
-/// committed token with [`abandon`](Self::abandon). A prefill, a proposal or a
-/// verification that failed can also simply be done again; after a commit that
+/// committed token with [`abandon`](Self::abandon). A proposal or a verification
+/// that failed can also simply be done again, and so can a prefill once the verifier
+/// is [reset](crate::Verifier::reset) to the committed length; after a commit that
 /// failed the rows of the round are void, and only `abandon` is left. Tokens are
 /// emitted when their round is committed, each exactly once.
 ///
@@ -913,15 +914,15 @@ impl Session {
                 remedy: "hand over logits if Picks::rule is above Capabilities::device_picks",
             });
         }
+        if let Some(refusal) = self.refusal() {
+            return Err(refusal);
+        }
         let slots = tree.map_or(1, DraftTree::len);
         if self.picks.len() != slots {
             let (found, accepted) = (self.picks.len(), slots);
             return Err(Error::Length { field: "picks", found, accepted });
         }
         let vocab_size = capabilities.vocab_size;
-        if let Some(refusal) = self.refusal() {
-            return Err(refusal);
-        }
         let dead_end = self.sampler.dead_end;
         let reached =
             |slot| tree.is_none_or(|tree| leads_to(tree, &self.picks, &self.stop_tokens, slot));

@@ -345,11 +345,12 @@ impl<'a> Picks<'a> {
     /// # Errors
     ///
     /// If the row is empty or holds NaN or +inf, or has not one entry per token where the request
-    /// is not plainly greedy. [`Error::NoToken`] if every token is forbidden, but for slots of a
-    /// session's tree: it takes note, and ends the round before such a slot or, at the root,
-    /// refuses it.
+    /// is not plainly greedy. [`Error::NoToken`] if all entries are -inf, and if the request
+    /// forbids every token, but not for slots of a session's tree: such a slot gets no pick, and
+    /// [`Session::verified`](crate::Session::verified) ends the round with the token before it, or
+    /// fails if the slot is the root.
     ///
-    /// Nothing is added then. A verifier that stores rows before it picks has to drop them.
+    /// After an error nothing is added. A verifier that stores rows before it picks has to drop them.
     pub fn push_logits(&mut self, logits: &[f32]) -> Result<(), Error> {
         let wanted = self.wanted();
         let slot = self.ids.len();
@@ -368,7 +369,10 @@ impl<'a> Picks<'a> {
         let token = match (picked, self.reaches(slot), &mut self.context) {
             // Off the path faults do no harm: an illegal draft leads there.
             (Err(Error::NoToken { .. } | Error::Logits { .. }), false, _) => Self::SKIPPED,
-            (Err(Error::NoToken { .. }), true, Some(context)) => {
+            // A row without any logit is the model's fault, not the end of what is allowed.
+            (Err(Error::NoToken { .. }), true, Some(context))
+                if logits.iter().any(|&logit| logit > f32::NEG_INFINITY) =>
+            {
                 context.sampler.dead_end = Some(slot);
                 if context.tree.is_none() {
                     // The rows of a prefill are not to be committed then.

@@ -39,7 +39,7 @@ impl<'a, V: Verifier> Kit<'a, V> {
             trials: 4,
             text_len: 96,
             wide_slots: 130,
-            fill: 4096,
+            fill: 1024,
             lead_tolerance: 1e-3,
             feature_tolerance: 1e-3,
             rows: None,
@@ -82,7 +82,7 @@ impl<'a, V: Verifier> Kit<'a, V> {
 
     /// Rows of the largest cache that is filled to its last row, in about ten
     /// prefills of that many tokens; a larger one is not checked for it. Default:
-    /// 4,096. Give a verifier a small cache for the kit rather than raise this.
+    /// 1,024. Give a verifier a small cache for the kit rather than raise this.
     pub fn fill(mut self, rows: usize) -> Self {
         self.fill = rows;
         self

@@ -77,32 +77,30 @@ fn place(slot: &Option<usize>) -> String {
 /// otherwise the first [fault](PickFault) found.
 ///
 /// ```
-/// # use std::convert::Infallible;
-/// # use ddtree::{Capabilities, CommitPlan, Picks, PickRule, Prefill, Round, Verifier};
+/// # use ddtree::{Capabilities, CommitPlan, Error, Picks, PickRule, Prefill, Round, Verifier};
 /// # struct Counter;
 /// # impl Verifier for Counter {
-/// #     type Error = Infallible;
+/// #     type Error = Error;
 /// #     type Features = ();
 /// #     fn capabilities(&self) -> Capabilities { Capabilities::new(100, 1_000) }
-/// #     fn reset(&mut self, _: usize) -> Result<(), Infallible> { Ok(()) }
-/// #     fn prefill(&mut self, p: &Prefill<'_>, picks: &mut Picks<'_>) -> Result<(), Infallible> {
-/// #         one(*p.tokens().last().unwrap(), picks);
-/// #         Ok(())
+/// #     fn reset(&mut self, _: usize) -> Result<(), Error> { Ok(()) }
+/// #     fn prefill(&mut self, p: &Prefill<'_>, picks: &mut Picks<'_>) -> Result<(), Error> {
+/// #         one(*p.tokens().last().unwrap(), picks)
 /// #     }
-/// #     fn verify(&mut self, r: &Round<'_>, picks: &mut Picks<'_>) -> Result<(), Infallible> {
-/// #         r.tree().tokens().iter().for_each(|&token| one(token, picks));
-/// #         Ok(())
+/// #     fn verify(&mut self, r: &Round<'_>, picks: &mut Picks<'_>) -> Result<(), Error> {
+/// #         r.tree().tokens().iter().try_for_each(|&token| one(token, picks))
 /// #     }
-/// #     fn commit(&mut self, _: &CommitPlan) -> Result<(), Infallible> { Ok(()) }
+/// #     fn commit(&mut self, _: &CommitPlan) -> Result<(), Error> { Ok(()) }
 /// # }
-/// # fn one(token: u32, picks: &mut Picks<'_>) {
+/// # fn one(token: u32, picks: &mut Picks<'_>) -> Result<(), Error> {
 /// #     if picks.rule() == PickRule::Argmax {
 /// #         picks.push((token + 1) % 100);
 /// #     } else {
 /// #         let mut logits = [0.0; 100];
 /// #         logits[(token as usize + 1) % 100] = 9.0;
-/// #         picks.push_logits(&logits).unwrap();
+/// #         picks.push_logits(&logits)?;
 /// #     }
+/// #     Ok(())
 /// # }
 /// use ddtree::{DraftTree, Sampling, conformance};
 ///

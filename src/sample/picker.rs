@@ -1,9 +1,8 @@
 use super::{Constraint, Sampler, Sampling, TokenPath};
 use crate::Error;
 
-/// Picks tokens from rows of logits as a session does: for engines that use the parts of this crate
-/// and have neither a [`Session`](crate::Session) nor a sampler that depends on nothing but seed,
-/// position and token.
+/// Picks tokens from rows of logits as a session does: for engines without a
+/// [`Session`](crate::Session) whose own sampler is not a function of seed, position and token.
 ///
 /// The pick after a path is a function of the settings, the logits and the path: penalties count
 /// the path's tokens, and the [noise](crate::sample#noise) is that of its length. So one picker
@@ -71,7 +70,7 @@ impl Picker {
     ///
     /// # Complexity
     ///
-    /// Linear in the row, and in the path if there are penalties or a constraint.
+    /// Linear in the row and in the path.
     pub fn pick(&mut self, logits: &[f32], path: TokenPath<'_>) -> Result<u32, Error> {
         let (tokens, vocab_size) = (path.tokens(), self.vocab_size);
         if logits.len() != vocab_size {

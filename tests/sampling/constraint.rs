@@ -212,6 +212,38 @@ impl Constraint for DeadEnd {
     }
 }
 
+/// A row without any logit is the model's fault and an error at once; one of which a constraint leaves nothing ends the text.
+#[test]
+fn no_logit_is_an_error_and_no_allowed_one_an_end() {
+    let config = Config::new(Algorithm::Autoregressive);
+    let plan = Plan::resolve(&config, &Capabilities::new(3, 100), 0).unwrap();
+    let no_token = Err(Error::NoToken { slot: 0 });
+    let (nothing, row) = ([f32::NEG_INFINITY; 3], [1.0, 2.0, 3.0]);
+    for constrained in [false, true] {
+        let mut session = Session::new(plan.clone());
+        session.start(&Request::new(&[1])).unwrap();
+        session.prefill().unwrap().1.push_logits(&row).unwrap();
+        session.prefilled().unwrap();
+        if constrained {
+            session.set_constraint(Some(Box::new(DeadEnd(0)))).unwrap();
+            session.verification().unwrap().1.push_logits(&row).unwrap();
+            assert_eq!(session.verified(), no_token);
+        }
+        assert_eq!(session.verification().unwrap().1.push_logits(&nothing), no_token);
+        session.set_constraint(None).unwrap();
+        session.verification().unwrap().1.push_logits(&row).unwrap();
+        session.verified().unwrap();
+    }
+    // After a prompt both are errors, as none of its rows is to be committed then, and a session tells the end.
+    let mut session = Session::new(plan);
+    session.start(&Request::new(&[1])).unwrap();
+    session.set_constraint(Some(Box::new(DeadEnd(0)))).unwrap();
+    for row in [nothing, row] {
+        assert_eq!(session.prefill().unwrap().1.push_logits(&row), no_token);
+    }
+    assert_eq!(session.prefilled(), no_token);
+}
+
 /// Steps until one fails or the text is complete.
 fn run(decoder: &mut Decoder<Engine>) -> Result<(), ErrorOf<Engine>> {
     while decoder.step()?.is_some() {}

@@ -11,7 +11,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use super::device::{Buffer, Gpu, Pinned};
 use super::kernels::{Argmax, Kernels};
 use super::tiles::Tiles;
-use crate::candle::Result;
+use crate::candle::{Error, Result};
 
 /// What algorithms may use besides their operands. Hopper's want up to 32 MiB.
 pub(super) const WORKSPACE: usize = 32 << 20;
@@ -210,20 +210,23 @@ impl Gpu {
         };
         let time_with = |shape: &Product, candidate| {
             swap(shape, candidate);
-            // One that does not work in a pass is none.
-            let time = self.time_captured(pass).unwrap_or(f64::INFINITY);
+            let time = self.time_captured(pass);
             swap(shape, candidate);
-            time
+            time.or_else(|_| {
+                // What does not work in a pass is no way. The GPU has to work, from then on.
+                self.synchronize()?;
+                Ok::<_, Error>(f64::INFINITY)
+            })
         };
         let mut best = self.time_captured(pass)?;
         for shape in shapes {
             let candidates = plans.borrow()[shape].ways.len();
             for candidate in 1..candidates {
-                let mut time = time_with(shape, candidate);
+                let mut time = time_with(shape, candidate)?;
                 if time < best * FASTER {
                     // The GPU's clock changes: once more, one right after the other.
                     best = self.time_captured(pass)?;
-                    time = time_with(shape, candidate);
+                    time = time_with(shape, candidate)?;
                 }
                 if time < best * FASTER {
                     best = time;

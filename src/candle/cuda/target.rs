@@ -345,9 +345,10 @@ impl CudaTarget {
 
     /// Asks for the logits of the last pass, if it left none.
     fn find_logits(&self) -> Result<()> {
-        let (width, there) = self.last.replace((0, true));
+        let (width, there) = self.last.get();
         if !there {
             self.shared.head(&self.stack, width, Head::Logits(&self.logits))?;
+            self.last.set((width, true));
         }
         Ok(())
     }

@@ -367,8 +367,9 @@ impl DecoderModel {
         for (cache, pass) in &mut *batch {
             begin(cache, pass)?;
         }
-        let (last, captured) = self.run_layers(batch)?;
-        let logits = self.logits(batch, &last)?;
+        let rows = ranges(batch, |pass| pass.tokens.len());
+        let (last, captured) = self.run_layers(batch, &rows)?;
+        let logits = self.logits(batch, &rows, &last)?;
         let parts = logits.into_iter().zip(captured);
         let outputs = parts
             .map(|(logits, taps)| Ok(Output { logits, taps: side_by_side(taps)? }))
@@ -384,6 +385,7 @@ impl DecoderModel {
     fn run_layers(
         &self,
         batch: &mut [(&mut KvCache, Forward<'_>)],
+        rows: &[Range<usize>],
     ) -> Result<(Tensor, Vec<Vec<Option<Tensor>>>)> {
         let (mut tokens, mut positions) = (Vec::new(), Vec::new());
         for (_, pass) in &*batch {
@@ -394,7 +396,6 @@ impl DecoderModel {
         let mut masks = Masks(Vec::new());
         let mut x = self.embed_tokens.forward(&tokens)?;
         x = x.to_dtype(layers::residual_dtype(self.dtype))?;
-        let rows = ranges(batch, |pass| pass.tokens.len());
         let mut captured: Vec<Vec<Option<Tensor>>> =
             batch.iter().map(|(_, pass)| vec![None; pass.taps.len()]).collect();
         for (index, (layer, &window)) in
@@ -421,7 +422,7 @@ impl DecoderModel {
             x = (x + mixed)?;
             let normed = self.normalise(&layer.post_norm, &x)?;
             x = (&x + layer.mlp.forward(&normed)?)?;
-            for (((_, pass), rows), captured) in batch.iter().zip(&rows).zip(&mut captured) {
+            for (((_, pass), rows), captured) in batch.iter().zip(rows).zip(&mut captured) {
                 for (slot, _) in
                     captured.iter_mut().zip(pass.taps).filter(|(_, tap)| **tap == index)
                 {
@@ -436,11 +437,12 @@ impl DecoderModel {
     fn logits(
         &self,
         batch: &[(&mut KvCache, Forward<'_>)],
+        rows: &[Range<usize>],
         last: &Tensor,
     ) -> Result<Vec<Option<Tensor>>> {
         let mut wanted = Vec::new();
-        for ((_, pass), rows) in batch.iter().zip(ranges(batch, |pass| pass.tokens.len())) {
-            let all = rows_of(last, &rows)?;
+        for ((_, pass), rows) in batch.iter().zip(rows) {
+            let all = rows_of(last, rows)?;
             match pass.want {
                 Want::Nothing => {}
                 Want::Last => wanted.push(all.narrow(0, rows.len() - 1, 1)?),

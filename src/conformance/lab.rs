@@ -112,11 +112,7 @@ impl<'a, V: Verifier> Lab<'a, V> {
 
     fn verify_into(&mut self, start: usize, tree: &DraftTree, picks: &mut Picks<'_>) -> Found<()> {
         let mut mask = AncestorMask::new();
-        let wants_mask = self.capabilities.mask == MaskForm::Bits && !tree.is_chain();
-        if wants_mask {
-            mask.build(tree);
-        }
-        let round = Round::new(start, tree, wants_mask.then_some(&mask));
+        let round = round(&self.capabilities, start, tree, &mut mask);
         self.kit.verifier.verify(&round, picks).map_err(|error| failed("verify", &error))
     }
 
@@ -387,8 +383,22 @@ impl<'a, V: Verifier> Lab<'a, V> {
     }
 }
 
+/// The round of `tree` after `start` rows, with its mask in `mask` if the verifier reads one.
+pub(super) fn round<'a>(
+    capabilities: &Capabilities,
+    start: usize,
+    tree: &'a DraftTree,
+    mask: &'a mut AncestorMask,
+) -> Round<'a> {
+    if capabilities.mask != MaskForm::Bits || tree.is_chain() {
+        return Round::new(start, tree, None);
+    }
+    mask.build(tree);
+    Round::new(start, tree, Some(mask))
+}
+
 /// What picks depend on where those off the path are not wanted.
-fn asking<'a>(
+pub(super) fn asking<'a>(
     sampler: &'a mut Sampler,
     tokens: &'a [u32],
     tree: Option<&'a DraftTree>,

@@ -1,7 +1,7 @@
+use super::lab::{asking, round};
 use crate::{
-    AncestorMask, DraftTree, Error, MaskForm, PickRule, Picks, Prefill, Round, Sampling, Verifier,
-    sample::Sampler,
-    verifier::{PickContext, leads_to},
+    AncestorMask, DraftTree, Error, PickRule, Picks, Prefill, Sampling, Verifier, sample::Sampler,
+    verifier::leads_to,
 };
 
 /// What [`check_picks`] finds.
@@ -144,9 +144,7 @@ fn check_seed<V: Verifier>(
     let capabilities = verifier.capabilities();
     let vocab_size = capabilities.vocab_size;
     let mut mask = AncestorMask::new();
-    mask.build(tree);
-    let wants_mask = capabilities.mask == MaskForm::Bits && !tree.is_chain();
-    let round = Round::new(prompt.len(), tree, wants_mask.then_some(&mask));
+    let round = round(&capabilities, prompt.len(), tree, &mut mask);
 
     let mut picks_asking = |at_least: PickRule, everywhere: bool| {
         let mut sampler = Sampler::default();
@@ -156,15 +154,8 @@ fn check_seed<V: Verifier>(
         let (mut ids, mut all, mut by_id) = (Vec::new(), Vec::new(), false);
         verifier.reset(0).map_err(PickFault::Verifier)?;
         for tree in [None, Some(tree)] {
-            let context = PickContext {
-                sampler: &mut sampler,
-                tokens: &tokens,
-                tree,
-                stop_tokens: &[],
-                everywhere,
-                at_least,
-                by_id: &mut by_id,
-            };
+            let mut context = asking(&mut sampler, &tokens, tree, &mut by_id);
+            (context.everywhere, context.at_least) = (everywhere, at_least);
             let mut picks = Picks::with(&mut ids, context);
             match tree {
                 None => {

@@ -3,12 +3,12 @@
 use std::convert::Infallible;
 
 use ddtree::{
-    Acceptance, Algorithm, AncestorMask, BestFirst, CommitPlan, Committed, Config, Decoder,
-    DraftTree, Drafter, Error, Joint, NoDrafter, Picker, Plan, Proposal, ProposalRequest, Request,
-    RunStats, Session, TopK, Verifier,
+    Acceptance, Algorithm, AncestorMask, BestFirst, CommitPlan, Config, Decoder, DraftTree,
+    Drafter, Error, Joint, NoDrafter, Picker, Plan, Proposal, ProposalRequest, Request, RunStats,
+    Session, TopK, Verifier,
 };
 
-use crate::toy::{Both, Fault, Guesser, Row, Target, Text, VOCAB, decode, plain};
+use crate::toy::{Both, By, Fault, Guesser, Row, Target, Text, VOCAB, decode, plain};
 
 const PROMPT: [u32; 3] = [2, 7, 1];
 
@@ -117,26 +117,10 @@ fn sessions_in_turn_do_not_disturb_one_another() {
 }
 
 /// Knows the whole text, and is wrong about every third token.
-struct Oracle(Vec<u32>);
-
-impl<F> Drafter<F> for Oracle {
-    type Error = Error;
-
-    fn horizon(&self) -> usize {
-        4
-    }
-
-    fn reset(&mut self, _: usize) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn observe(&mut self, _: &Committed<'_>, _: &F) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn propose(&mut self, request: &ProposalRequest, out: &mut Proposal) -> Result<(), Error> {
+fn oracle<F>(text: Vec<u32>) -> impl Drafter<F, Error = Error> {
+    By(move |request: &ProposalRequest, out: &mut Proposal| {
         for at in (request.position() + 1..).take(request.horizon()) {
-            let truth = self.0[at];
+            let truth = text[at];
             let mut tokens = [truth, (truth + 1) % VOCAB, (truth + 2) % VOCAB];
             if at % 3 == 0 {
                 tokens.swap(0, 1);
@@ -144,7 +128,7 @@ impl<F> Drafter<F> for Oracle {
             out.push(&tokens, &[-0.5, -1.2, -3.0])?;
         }
         Ok(())
-    }
+    })
 }
 
 /// As after an image, whose rows are many and whose positions are few.
@@ -165,7 +149,7 @@ fn positions_can_be_behind_rows() {
         let mut target = Target::new(99);
         target.behind = 3;
         let config = Config::new(algorithm).budget(12);
-        let mut decoder = Decoder::new((target, Oracle(all.clone())), &config).unwrap();
+        let mut decoder = Decoder::new((target, oracle(all.clone())), &config).unwrap();
         let request = Request::new(&prompt).max_new_tokens(30);
         assert_eq!(decode(&mut decoder, &request).0, expected, "{algorithm}");
         let rows = decoder.engine().0.committed_rows();

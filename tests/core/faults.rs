@@ -1,11 +1,10 @@
 //! A call that fails loses its round and nothing else.
 
 use ddtree::{
-    Algorithm, Capabilities, CommitPlan, Config, DecodeError, Decoder, Drafter, Need, Picks, Plan,
-    Prefill, Request, Round, Session, Stage, Verifier,
+    Algorithm, Config, DecodeError, Decoder, Drafter, Need, Plan, Request, Session, Stage, Verifier,
 };
 
-use crate::toy::{Both, CALLS, Call, Fault, Guesser, Row, Target, VOCAB, decode, plain};
+use crate::toy::{Both, CALLS, Call, Fault, Guesser, Target, VOCAB, decode, plain};
 
 const PROMPT: [u32; 3] = [2, 7, 1];
 const LIMIT: usize = 40;
@@ -174,48 +173,13 @@ fn a_drafter_that_missed_a_request_begins_after_the_prefix_of_the_next() {
     assert_eq!(decoder.session().generated(), plain(&prompt, LIMIT, &[], usize::MAX).0);
 }
 
-/// A verifier that commits the rows of a prefill before it picks, which fails once.
-struct Hasty {
-    target: Target,
-    prefills_to_failure: usize,
-}
-
-impl Verifier for Hasty {
-    type Features = Vec<Row>;
-    type Error = Fault;
-
-    fn capabilities(&self) -> Capabilities {
-        self.target.capabilities()
-    }
-
-    fn reset(&mut self, keep: usize) -> Result<(), Fault> {
-        self.target.reset(keep)
-    }
-
-    fn prefill(&mut self, prefill: &Prefill<'_>, picks: &mut Picks<'_>) -> Result<Vec<Row>, Fault> {
-        let rows = self.target.prefill(prefill, picks)?;
-        let fails = self.prefills_to_failure == 0;
-        self.prefills_to_failure = self.prefills_to_failure.wrapping_sub(1);
-        if fails { Err(Fault(Call::Prefill)) } else { Ok(rows) }
-    }
-
-    fn verify(&mut self, round: &Round<'_>, picks: &mut Picks<'_>) -> Result<(), Fault> {
-        self.target.verify(round, picks)
-    }
-
-    fn commit(&mut self, plan: &CommitPlan) -> Result<Vec<Row>, Fault> {
-        self.target.commit(plan)
-    }
-}
-
 // The rows were there twice when the prefill was done again.
 #[test]
 fn rows_of_a_prefill_whose_pick_failed_are_dropped() {
     for append in [false, true] {
-        let target = Target::new(120);
-        let verifier = Hasty { target, prefills_to_failure: usize::from(append) };
-        let config = Config::new(Algorithm::Tree).budget(9);
-        let mut decoder = Decoder::new((verifier, Guesser::new(4, 55)), &config).unwrap();
+        let fault = Some((Call::Prefill, usize::from(append)));
+        let mut decoder = toys(&Config::new(Algorithm::Tree).budget(9), fault);
+        decoder.engine_mut().0.hasty = true;
         decoder.start(&Request::new(&PROMPT).max_new_tokens(LIMIT)).unwrap();
         let mut prompt = PROMPT.to_vec();
         if append {
@@ -227,7 +191,7 @@ fn rows_of_a_prefill_whose_pick_failed_are_dropped() {
         while decoder.step().unwrap().is_some() {}
         let expected = plain(&prompt, LIMIT + PROMPT.len() - prompt.len(), &[], usize::MAX).0;
         assert_eq!(decoder.session().tokens(), [&prompt[..], &expected].concat());
-        decoder.engine().0.target.assert_plain(decoder.session().tokens());
+        decoder.engine().0.assert_plain(decoder.session().tokens());
     }
 }
 

@@ -2,12 +2,12 @@
 //! asked for says why.
 
 use ddtree::{
-    Algorithm, Attention, Capabilities, Committed, Config, Decoder, Drafter, Error, Plan, Proposal,
+    Algorithm, Attention, Capabilities, Config, Decoder, Drafter, Error, Plan, Proposal,
     ProposalRequest, Reason, Recurrence, Request,
 };
 use proptest::prelude::*;
 
-use crate::toy::{Guesser, Row, Target, VOCAB, decode};
+use crate::toy::{By, Guesser, Row, Target, VOCAB, decode};
 
 fn tree(budget: usize) -> Config {
     Config::new(Algorithm::Tree).budget(budget)
@@ -29,26 +29,10 @@ fn rounds<D: Drafter<Vec<Row>>>(
 }
 
 /// Proposes the same lists whatever is asked.
-struct Fixed(Vec<(Vec<u32>, Vec<f32>)>);
-
-impl<F> Drafter<F> for Fixed {
-    type Error = Error;
-
-    fn horizon(&self) -> usize {
-        4
-    }
-
-    fn reset(&mut self, _: usize) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn observe(&mut self, _: &Committed<'_>, _: &F) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn propose(&mut self, _: &ProposalRequest, proposal: &mut Proposal) -> Result<(), Error> {
-        self.0.iter().try_for_each(|(tokens, log_probs)| proposal.push(tokens, log_probs))
-    }
+fn fixed<F>(lists: Vec<(Vec<u32>, Vec<f32>)>) -> impl Drafter<F, Error = Error> {
+    By(move |_: &ProposalRequest, proposal: &mut Proposal| {
+        lists.iter().try_for_each(|(tokens, log_probs)| proposal.push(tokens, log_probs))
+    })
 }
 
 // A tree silently never engaged. One test per reason.
@@ -96,7 +80,7 @@ fn an_empty_proposal_is_a_reason_whatever_makes_it_empty() {
         vec![(vec![1, 2], vec![f32::NEG_INFINITY; 2])],
     ] {
         for config in [tree(9), tree(9).spine(true), Config::new(Algorithm::Chain)] {
-            let (by, reasons) = rounds(Target::new(99), Fixed(lists.clone()), &config, 20);
+            let (by, reasons) = rounds(Target::new(99), fixed(lists.clone()), &config, 20);
             let wanted = vec![(Reason::EmptyProposal, 18), (Reason::LastToken, 1)];
             assert_eq!((by, reasons), ([19, 0, 0], wanted));
         }
@@ -105,7 +89,7 @@ fn an_empty_proposal_is_a_reason_whatever_makes_it_empty() {
 
 #[test]
 fn a_tree_that_comes_out_as_a_path_is_a_reason() {
-    let fixed = Fixed(vec![(vec![1], vec![-0.1])]);
+    let fixed = fixed(vec![(vec![1], vec![-0.1])]);
     let (by, reasons) = rounds(Target::new(99), fixed, &tree(9), 20);
     assert_eq!(by[2], 0);
     assert_eq!(reasons[0], (Reason::SinglePath, by[1]));
@@ -118,12 +102,12 @@ fn what_a_round_lacks_comes_before_what_the_plan_lacks() {
     capabilities.max_slots = 5;
     let last = (Reason::LastToken, 1);
     let few = Target::with(capabilities.clone());
-    let (by, reasons) = rounds(few.clone(), Fixed(vec![]), &tree(9), 20);
+    let (by, reasons) = rounds(few.clone(), fixed(vec![]), &tree(9), 20);
     assert_eq!((by, reasons), ([19, 0, 0], vec![(Reason::EmptyProposal, 18), last]));
-    let (by, reasons) = rounds(Target::causal(99), Fixed(vec![]), &tree(9), 20);
+    let (by, reasons) = rounds(Target::causal(99), fixed(vec![]), &tree(9), 20);
     assert_eq!((by, reasons), ([19, 0, 0], vec![(Reason::EmptyProposal, 18), last]));
 
-    let path = || Fixed(vec![(vec![1], vec![-0.1])]);
+    let path = || fixed(vec![(vec![1], vec![-0.1])]);
     let (by, reasons) = rounds(few, path(), &tree(9), 20);
     assert_eq!((by[2], reasons[0]), (0, (Reason::SinglePath, by[1])));
     let (by, reasons) = rounds(Target::causal(99), path(), &tree(9), 20);
@@ -238,7 +222,7 @@ fn depths_and_entries_that_were_not_asked_for_are_left_out() {
         Config::new(Algorithm::Chain).shadow(true).top_k(2),
     ] {
         let config = config.block_size(3).trace(true);
-        let engine = (Target::new(99), Fixed(lists.clone()));
+        let engine = (Target::new(99), fixed(lists.clone()));
         let mut decoder = Decoder::new(engine, &config).unwrap();
         decode(&mut decoder, &Request::new(&[2, 7, 1]).max_new_tokens(20));
         let trace = decoder.session().trace();

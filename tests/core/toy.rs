@@ -9,8 +9,8 @@
 use std::ops::ControlFlow;
 
 use ddtree::{
-    Attention, Capabilities, CommitPlan, Committed, Decoder, Drafter, Engine, Finish, MaskForm,
-    Picks, Prefill, Proposal, ProposalRequest, Request, Round, Verifier,
+    Attention, Capabilities, CommitPlan, Committed, Decoder, Drafter, Engine, Error, Finish,
+    MaskForm, Picks, Prefill, Proposal, ProposalRequest, Request, Round, Verifier,
 };
 
 pub const VOCAB: u32 = 13;
@@ -160,6 +160,8 @@ pub struct Target {
     /// By how much positions are behind rows after an image at the start, all of whose rows have
     /// position 0.
     pub behind: usize,
+    /// Whether a prefill that fails has committed its rows.
+    pub hasty: bool,
 }
 
 impl Target {
@@ -177,6 +179,7 @@ impl Target {
             widths: Vec::new(),
             masks: Vec::new(),
             behind: 0,
+            hasty: false,
         }
     }
 
@@ -262,6 +265,7 @@ impl Verifier for Target {
         if self.faults.strike(Call::Prefill) {
             picks.push(VOCAB - 1);
             self.scribble();
+            self.committed += if self.hasty { tokens.len() } else { 0 };
             return Err(Fault(Call::Prefill));
         }
         picks.push(*chosen.last().unwrap());
@@ -443,6 +447,32 @@ impl Drafter<Vec<Row>> for Guesser {
         }
         self.log.push((request.position(), proposal.clone()));
         Ok(())
+    }
+}
+
+/// A drafter of four depths that proposes what a function says.
+pub struct By<P>(pub P);
+
+impl<F, P> Drafter<F> for By<P>
+where
+    P: FnMut(&ProposalRequest, &mut Proposal) -> Result<(), Error>,
+{
+    type Error = Error;
+
+    fn horizon(&self) -> usize {
+        4
+    }
+
+    fn reset(&mut self, _: usize) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn observe(&mut self, _: &Committed<'_>, _: &F) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn propose(&mut self, request: &ProposalRequest, proposal: &mut Proposal) -> Result<(), Error> {
+        (self.0)(request, proposal)
     }
 }
 

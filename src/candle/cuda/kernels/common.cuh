@@ -95,8 +95,10 @@ template <typename T> __device__ __forceinline__ T silu_mul(T gate, T up) {
 
 __device__ __forceinline__ unsigned shared_address(const void *p) { return (unsigned)__cvta_generic_to_shared(p); }
 
-__device__ __forceinline__ float warp_sum(float x) {
-    for (int offset = 16; offset > 0; offset /= 2)
+// Of the whole warp, or of each LANES lanes that lie together.
+template <int LANES = 32> __device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+    for (int offset = LANES / 2; offset > 0; offset /= 2)
         x += __shfl_xor_sync(FULL_WARP, x, offset);
     return x;
 }

@@ -53,9 +53,7 @@ __device__ void rope_store(T *qkv, const T *bias, const float *q_norm, const flo
         b.v[n] += b_bias.v[n];
         squares += a.v[n] * a.v[n] + b.v[n] * b.v[n];
     }
-#pragma unroll
-    for (int offset = LANES / 2; offset > 0; offset /= 2)
-        squares += __shfl_xor_sync(FULL_WARP, squares, offset);
+    squares = warp_sum<LANES>(squares);
     if (norm) {
         float scale = rsqrtf(squares / D + eps);
 #pragma unroll

@@ -2,9 +2,11 @@
 
 use std::ffi::c_void;
 use std::fmt;
+use std::hint::spin_loop;
 use std::marker::PhantomData;
 use std::rc::Rc;
 use std::sync::Arc;
+use std::sync::atomic::{Ordering, fence};
 
 use cudarc::cublaslt;
 use cudarc::driver::{
@@ -18,6 +20,9 @@ use crate::candle::{Error, Result};
 
 /// Blocks of a kernel that is started early at most, unless they are clusters: more would be in each other's way.
 pub(super) const EARLY_BLOCKS: u32 = 264;
+
+/// How often a word is looked at before the driver is asked whether the GPU still works on it.
+const LOOKS: usize = 1000;
 
 /// A GPU. Clones are handles to the same one; everything made from it runs in one stream, in the order in which it
 /// was asked for.
@@ -52,6 +57,8 @@ pub(super) struct Modules {
 /// Modules with instructions that other architectures lack.
 pub(super) struct HopperModules {
     pub(super) attention: Arc<CudaModule>,
+    pub(super) head_bf16: Arc<CudaModule>,
+    pub(super) head_f16: Arc<CudaModule>,
     pub(super) product_bf16: Arc<CudaModule>,
     pub(super) product_f16: Arc<CudaModule>,
 }
@@ -103,6 +110,8 @@ impl Gpu {
         let hopper = if kernels_for == (9, 0) {
             Some(HopperModules {
                 attention: hopper_module!(context, "attention"),
+                head_bf16: hopper_module!(context, "head_bf16"),
+                head_f16: hopper_module!(context, "head_f16"),
                 product_bf16: hopper_module!(context, "product_bf16"),
                 product_f16: hopper_module!(context, "product_f16"),
             })
@@ -176,6 +185,36 @@ impl Gpu {
     /// Waits until everything asked for is done.
     pub(super) fn synchronize(&self) -> Result<()> {
         Ok(self.0.stream.synchronize()?)
+    }
+
+    /// Waits until the first `count` of `words` are there: they were zero before work was asked for that writes
+    /// something else to each. That is sooner than all of it counts as done, by what it takes to say so.
+    pub(super) fn wait_for(&self, words: &Pinned<u64>, count: usize) -> Result<()> {
+        assert!(count <= words.len, "the words have a place");
+        let mut there = 0;
+        let mut look = || {
+            // SAFETY: within the words, which nobody has borrowed; the GPU writes each at once.
+            while there < count && unsafe { words.pointer.add(there).read_volatile() } != 0 {
+                there += 1;
+            }
+            there == count
+        };
+        loop {
+            for _ in 0..LOOKS {
+                if look() {
+                    fence(Ordering::Acquire);
+                    return Ok(());
+                }
+                spin_loop();
+            }
+            // Nothing comes of work that failed.
+            // SAFETY: the stream is alive.
+            let state = unsafe { sys::cuStreamQuery(self.0.stream.cu_stream()) };
+            if state != sys::CUresult::CUDA_ERROR_NOT_READY {
+                state.result()?;
+                assert!(look(), "what was asked for writes every word");
+            }
+        }
     }
 
     /// Memory of `bytes` bytes, zeroed.
@@ -558,7 +597,7 @@ impl<T: bytes::Plain> Pinned<T> {
         self.pointer as CUdeviceptr
     }
 
-    /// The elements. The caller has waited for copies that read them.
+    /// The elements. The caller has waited for what the GPU reads or writes of them.
     pub(super) fn as_mut_slice(&mut self) -> &mut [T] {
         // SAFETY: as above, and `self` is borrowed mutably.
         unsafe { std::slice::from_raw_parts_mut(self.pointer, self.len) }

@@ -6,9 +6,9 @@ use std::rc::Rc;
 use super::device::{Buffer, Graph};
 use super::draw::Couple;
 use super::kernels::{Kernels, TopK};
-use super::products::{Output, Place, Product, Rest};
+use super::products::{Product, Sums};
 use super::stack::{KeyValues, PassInput, Stack, padded, padded_to_few};
-use super::target::{Head, Shared};
+use super::target::Shared;
 use super::weights::{Loader, Source, check};
 use super::{CudaTaps, CudaTarget};
 use crate::candle::dflash::DFlashConfig;
@@ -103,7 +103,6 @@ impl CudaDFlash {
         let stack = Stack::load(&mut loader, decoder, kernels, rows, width, rows)?;
         loader.finish()?;
         let key_values = stack.key_values()?;
-        let depths = config.block_size() - 1;
         let element = dtype.size_in_bytes();
         let k = top_k.min(shared.vocab_size);
         Ok(Self {
@@ -116,7 +115,7 @@ impl CudaDFlash {
                 key_values,
             },
             couple: Couple::new(gpu, shared.vocab_size)?,
-            top_k: TopK::new(gpu, depths, shared.vocab_size, k)?,
+            top_k: TopK::new(gpu, width, shared.vocab_size, k)?,
             logits: gpu.allocate(4 * width * shared.vocab_size)?,
             block: PassInput::new(gpu, width)?,
             drafts: BTreeMap::new(),
@@ -143,14 +142,22 @@ impl CudaDFlash {
         self.block.send(gpu, width)?;
         let inputs = self.block.inputs(width);
         self.stack.forward(&inputs, &self.shared.embed_tokens, None)?;
-        self.shared.head(&self.stack, width, Head::Logits(&self.logits))?;
+        self.shared.head(&self.stack, width, self.sums(coupled))?;
         // Slot 0 holds the root; what it would predict is known.
-        let depths = self.config.block_size() - 1;
-        let logits = self.logits.at(4 * vocab_size);
+        let depths = 1..self.config.block_size();
         if coupled {
-            self.couple.run(gpu, inputs.positions, logits, depths)?;
+            let logits = self.logits.at(4 * vocab_size);
+            self.couple.run(gpu, inputs.positions, logits, depths.len())?;
+            self.top_k.summarize(gpu, self.logits.pointer(), depths.clone())?;
         }
-        self.top_k.run(gpu, logits, depths, k)
+        self.top_k.select(gpu, self.logits.pointer(), depths, k)
+    }
+
+    /// What is wanted of a block's logits.
+    fn sums(&self, coupled: bool) -> Sums<'_> {
+        let (logits, top_k) = (&self.logits, &self.top_k);
+        // What noise is added to has other summaries.
+        if coupled { Sums::Floats(logits) } else { Sums::Summarized { logits, top_k } }
     }
 
     /// Asks for everything that an observation of `width` rows does on the GPU, once their taps are there.
@@ -158,23 +165,19 @@ impl CudaDFlash {
         let (gpu, context) = (&self.stack.gpu, &self.context);
         context.input.send(gpu, width)?;
         let inputs = context.input.inputs(width);
-        let shape = self.projection(width);
-        gpu.product(context.taps.pointer(), &self.fc, &context.projected, shape, Rest::Nothing)?;
+        let (sums, shape) = self.projection(width);
+        gpu.product(context.taps.pointer(), &self.fc, sums, shape)?;
         self.context_norm(width)?;
         let normed = context.normed.pointer();
         self.stack.write_context(&context.key_values, &inputs, normed, &context.kv)
     }
 
     /// The product that makes rows of the hidden size of taps.
-    fn projection(&self, rows: usize) -> Product {
-        Product {
-            rows,
-            inputs: self.config.feature_size(),
-            outputs: self.shared.hidden,
-            dtype: self.stack.dtype(),
-            output: Output::Floats,
-            weights: 1,
-        }
+    fn projection(&self, rows: usize) -> (Sums<'_>, Product) {
+        let sums = Sums::Floats(&self.context.projected);
+        let (inputs, outputs) = (self.config.feature_size(), self.shared.hidden);
+        let (dtype, output) = (self.stack.dtype(), sums.output());
+        (sums, Product { rows, inputs, outputs, dtype, output, weights: 1 })
     }
 
     fn context_norm(&self, rows: usize) -> Result<()> {
@@ -187,13 +190,13 @@ impl CudaDFlash {
     /// Finds out how the products of an observation are best done, whose rows are in `self.context`.
     fn plan_observation(&self, width: usize) -> Result<()> {
         let (gpu, context) = (&self.stack.gpu, &self.context);
-        let place = Place { rest: Rest::Nothing, before: &|| self.context_norm(width) };
-        let (taps, projection) = (context.taps.pointer(), self.projection(width));
-        gpu.plan_product(taps, &[&self.fc], &context.projected, projection, place)?;
-        let normed = context.normed.pointer();
+        let before = || self.context_norm(width);
+        let (sums, projection) = self.projection(width);
+        gpu.plan_product(context.taps.pointer(), &[&self.fc], sums, projection, &before)?;
         let KeyValues { weight, .. } = &context.key_values;
-        let key_values = self.stack.context_product(&context.key_values, width);
-        gpu.plan_product(normed, &[weight], &context.kv, key_values, place)?;
+        let (sums, key_values) =
+            self.stack.context_product(&context.key_values, width, &context.kv);
+        gpu.plan_product(context.normed.pointer(), &[weight], sums, key_values, &before)?;
         gpu.settle(&[projection, key_values], &|| self.observe_pass(width))
     }
 
@@ -307,12 +310,13 @@ impl Drafter<CudaTaps> for CudaDFlash {
         let key = (coupled, k);
         if !self.drafts.contains_key(&key) {
             let pass = || self.draft_pass(width, coupled, k);
-            self.shared.plan(&self.stack, width, Head::Logits(&self.logits), &pass)?;
+            self.shared.plan(&self.stack, width, self.sums(coupled), &pass)?;
             let graph = gpu.capture(pass)?;
             self.drafts.insert(key, graph);
         }
+        self.top_k.clear();
         self.drafts[&key].launch()?;
-        gpu.synchronize()?;
+        self.top_k.wait(&gpu, block_size - 1)?;
         self.block.landed();
         self.context.input.landed();
         let wanted = request.top_k().min(k);

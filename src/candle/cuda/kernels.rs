@@ -1,6 +1,8 @@
 //! The kernels of one element type and head size, and their launches. What each computes is said where it is written,
 //! in `kernels/`.
 
+use std::ops::Range;
+
 use candle_core::DType;
 use cudarc::driver::CudaFunction;
 use cudarc::driver::sys::CUdeviceptr;
@@ -17,8 +19,8 @@ pub(super) const MAX_SLOTS: usize = 252;
 /// Blocks of the kernel for SiLU at most: each then has several runs of its loop.
 const SILU_BLOCKS: usize = 528;
 
-/// Entries of a chunk of `top_k`, of which a row has fewer than 2^16.
-const CHUNK: usize = 128;
+/// Entries of a chunk, of which a summary is left; `top_k` selects from fewer than 2^16 of them.
+const CHUNK: usize = 64;
 
 macro_rules! parameters {
     ($($value:expr),* $(,)?) => {
@@ -424,15 +426,15 @@ impl Argmax {
 /// The best entries of each row of f32 logits and their log-probabilities, in memory of the host.
 #[derive(Debug)]
 pub(super) struct TopK {
-    chunk_best: CudaFunction,
+    summarize: CudaFunction,
     function: CudaFunction,
-    keys: Buffer,
-    norms: Buffer,
+    summaries: Buffer,
     ids: Pinned<u32>,
     log_probs: Pinned<f32>,
+    /// A one for every row that is there.
+    done: Pinned<u64>,
     size: usize,
     max_k: usize,
-    max_rows: usize,
 }
 
 impl TopK {
@@ -448,15 +450,14 @@ impl TopK {
         }
         let load = |name| gpu.modules().select.load_function(name);
         Ok(Self {
-            chunk_best: load("chunk_best")?,
+            summarize: load("summarize")?,
             function: load("top_k")?,
-            keys: gpu.allocate(4 * max_rows * chunks)?,
-            norms: gpu.allocate(8 * max_rows * chunks)?,
+            summaries: gpu.allocate(8 * max_rows * chunks)?,
             ids: gpu.pinned(max_rows * max_k)?,
             log_probs: gpu.pinned(max_rows * max_k)?,
+            done: gpu.pinned(max_rows)?,
             size,
             max_k,
-            max_rows,
         })
     }
 
@@ -464,34 +465,84 @@ impl TopK {
         self.max_k
     }
 
-    /// The `k` best entries of a row, best first, once what [`run`](Self::run) asked for has been waited for.
+    /// Summaries of a row, 8 bytes each.
+    fn chunks(&self) -> usize {
+        self.size.div_ceil(CHUNK)
+    }
+
+    /// Where a product leaves the summaries of rows of the logits that it leaves, too, of which there are so many.
+    pub(super) fn summaries(&self, rows: usize) -> CUdeviceptr {
+        assert!(8 * rows * self.chunks() <= self.summaries.bytes(), "made for fewer rows");
+        self.summaries.pointer()
+    }
+
+    /// The first of `rows` of the rows at `logits`, and its summaries.
+    fn first(&self, logits: CUdeviceptr, rows: &Range<usize>) -> (CUdeviceptr, CUdeviceptr) {
+        let summaries = self.summaries(rows.end) + (8 * rows.start * self.chunks()) as u64;
+        (logits + (4 * rows.start * self.size) as u64, summaries)
+    }
+
+    /// Asks for the summaries of some of the rows at `logits`.
+    pub(super) fn summarize(
+        &self,
+        gpu: &Gpu,
+        logits: CUdeviceptr,
+        rows: Range<usize>,
+    ) -> Result<()> {
+        let (logits, summaries) = self.first(logits, &rows);
+        let chunks = self.chunks();
+        // A block has sixteen chunks at once, and up to four times.
+        let parts = chunks.div_ceil(4 * 16) as u32;
+        let (size, chunks) = (self.size as i32, chunks as i32);
+        // SAFETY: the caller's logits are rows of the size that the rest was made for.
+        unsafe {
+            gpu.launch_early(
+                &self.summarize,
+                (parts, rows.len() as u32, 1),
+                (256, 1),
+                parameters!(logits, summaries, size, chunks),
+            )
+        }
+    }
+
+    /// Asks for the `k` best entries of some of the rows at `logits`, whose summaries are there by then.
+    pub(super) fn select(
+        &self,
+        gpu: &Gpu,
+        logits: CUdeviceptr,
+        rows: Range<usize>,
+        k: usize,
+    ) -> Result<()> {
+        assert!((1..=self.max_k).contains(&k), "made for up to {}", self.max_k);
+        let (logits, summaries) = self.first(logits, &rows);
+        let (ids, log_probs, done) =
+            (self.ids.device(), self.log_probs.device(), self.done.device());
+        let (size, chunks, k) = (self.size as i32, self.chunks() as i32, k as i32);
+        // SAFETY: as above.
+        unsafe {
+            gpu.launch_early(
+                &self.function,
+                (rows.len() as u32, 1, 1),
+                (512, 1),
+                parameters!(logits, summaries, ids, log_probs, done, size, chunks, k),
+            )
+        }
+    }
+
+    /// Forgets what was found before, so that [`wait`](Self::wait) waits for what is asked for next. Nothing that was
+    /// asked for may be on its way.
+    pub(super) fn clear(&mut self) {
+        self.done.as_mut_slice().fill(0);
+    }
+
+    /// Waits until the best entries of so many rows are there.
+    pub(super) fn wait(&self, gpu: &Gpu, rows: usize) -> Result<()> {
+        gpu.wait_for(&self.done, rows)
+    }
+
+    /// The `k` best entries of the row that was asked for at this place, best first, once it has been waited for.
     pub(super) fn row(&self, row: usize, k: usize) -> (&[u32], &[f32]) {
         let entries = row * k..(row + 1) * k;
         (&self.ids.as_slice()[entries.clone()], &self.log_probs.as_slice()[entries])
-    }
-
-    /// Asks for the `k` best entries of `rows` rows at `logits`.
-    pub(super) fn run(&self, gpu: &Gpu, logits: CUdeviceptr, rows: usize, k: usize) -> Result<()> {
-        assert!(rows <= self.max_rows && (1..=self.max_k).contains(&k), "made for less");
-        let chunks = self.size.div_ceil(CHUNK);
-        let (keys, norms) = (self.keys.pointer(), self.norms.pointer());
-        let (ids, log_probs) = (self.ids.device(), self.log_probs.device());
-        let parts = chunks.div_ceil(4 * 8) as u32;
-        let (size, chunks, k) = (self.size as i32, chunks as i32, k as i32);
-        // SAFETY: the caller's logits are `rows` rows of the size that the rest was made for.
-        unsafe {
-            gpu.launch_early(
-                &self.chunk_best,
-                (parts, rows as u32, 1),
-                (256, 1),
-                parameters!(logits, keys, norms, size, chunks),
-            )?;
-            gpu.launch_early(
-                &self.function,
-                (rows as u32, 1, 1),
-                (512, 1),
-                parameters!(logits, keys, norms, ids, log_probs, size, chunks, k),
-            )
-        }
     }
 }

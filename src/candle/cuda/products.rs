@@ -9,9 +9,9 @@ use cudarc::cublaslt::{result as lt, sys};
 use cudarc::driver::sys::CUdeviceptr;
 
 use super::device::{Buffer, Gpu, Pinned};
-use super::kernels::{Argmax, Kernels};
+use super::kernels::{Argmax, Kernels, TopK};
 use super::tiles::Tiles;
-use crate::candle::{Error, Result};
+use crate::candle::Result;
 
 /// What algorithms may use besides their operands. Hopper's want up to 32 MiB.
 pub(super) const WORKSPACE: usize = 32 << 20;
@@ -44,6 +44,11 @@ pub(super) struct Product {
 }
 
 impl Product {
+    /// Whether it is one that ends a pass, so that sums are looked at where they are whole.
+    pub(super) fn is_head(&self) -> bool {
+        matches!(self.output, Output::Greatest | Output::Summarized)
+    }
+
     /// Whether its sums are left as they are.
     fn is_f32(&self) -> bool {
         self.dtype == DType::F32 || !matches!(self.output, Output::Elements | Output::Gated)
@@ -53,39 +58,69 @@ impl Product {
 /// What becomes of a product's sums. The numbers are the kernel's.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Output {
-    /// `y` is `[rows, outputs]` of the product's type.
+    /// `[rows, outputs]` of the product's type.
     Elements = 0,
     /// The same, of f32.
     Floats = 1,
-    /// They are added to a `y` of f32.
+    /// They are added to `[rows, outputs]` of f32.
     Added = 2,
-    /// Outputs are eight gates, the eight ups of the same elements and so on, of which `silu(gate) * up` is wanted: `y` is
+    /// Outputs are eight gates, the eight ups of the same elements and so on, of which `silu(gate) * up` is wanted:
     /// `[rows, outputs / 2]` of the product's type.
     Gated = 3,
-    /// The greatest of each row, of equal ones the one with the lowest index. `y` is that of an [`Argmax`].
+    /// The greatest of each row, of equal ones the one with the lowest index.
     Greatest = 4,
+    /// Floats, and the summaries that [`TopK`] selects from.
+    Summarized = 5,
 }
 
-/// What is to be done where a product does not do all by itself.
+/// An [`Output`] and where it goes.
 #[derive(Clone, Copy)]
-pub(super) enum Rest<'a> {
-    Nothing,
-    /// Where gates and ups go, and how they are combined.
-    Gates(&'a Buffer, &'a Kernels),
-    /// Where logits go, and where their picks.
-    Picks {
-        logits: &'a Buffer,
-        argmax: &'a Argmax,
+pub(super) enum Sums<'a> {
+    Elements(&'a Buffer),
+    Floats(&'a Buffer),
+    Added(&'a Buffer),
+    /// With memory for gates and ups, where the product leaves them to be combined.
+    Gated {
+        y: &'a Buffer,
+        gate_up: &'a Buffer,
+        kernels: &'a Kernels,
+    },
+    /// With memory for logits, where the product leaves them to be searched.
+    Greatest {
         picks: &'a Pinned<u64>,
+        argmax: &'a Argmax,
+        logits: &'a Buffer,
+    },
+    Summarized {
+        logits: &'a Buffer,
+        top_k: &'a TopK,
     },
 }
 
-/// What stands around products of a shape in a pass.
-#[derive(Clone, Copy)]
-pub(super) struct Place<'a> {
-    pub(super) rest: Rest<'a>,
-    /// Asks for a kernel like the one before the product: what is done ahead of its end differs from way to way.
-    pub(super) before: &'a dyn Fn() -> Result<()>,
+impl<'a> Sums<'a> {
+    pub(super) fn output(&self) -> Output {
+        match self {
+            Self::Elements(_) => Output::Elements,
+            Self::Floats(_) => Output::Floats,
+            Self::Added(_) => Output::Added,
+            Self::Gated { .. } => Output::Gated,
+            Self::Greatest { .. } => Output::Greatest,
+            Self::Summarized { .. } => Output::Summarized,
+        }
+    }
+
+    /// Where [`Tiles`] leave what they make of sums, and what it takes per row; and where the library leaves all sums.
+    fn places(self, outputs: usize, element: usize) -> (&'a Buffer, usize, &'a Buffer) {
+        let all = outputs * element;
+        match self {
+            Self::Elements(y) | Self::Floats(y) | Self::Added(y) => (y, all, y),
+            Self::Gated { y, gate_up, .. } => (y, all / 2, gate_up),
+            Self::Greatest { argmax, logits, .. } => {
+                (argmax.bests(), Argmax::bytes(1, outputs), logits)
+            }
+            Self::Summarized { logits, .. } => (logits, all, logits),
+        }
+    }
 }
 
 /// The library, and how it does every shape seen.
@@ -100,6 +135,8 @@ pub(super) struct Operands {
     pub(super) x: CUdeviceptr,
     pub(super) w: CUdeviceptr,
     pub(super) y: CUdeviceptr,
+    /// Of [`Output::Summarized`].
+    pub(super) summaries: CUdeviceptr,
 }
 
 impl Products {
@@ -117,15 +154,14 @@ impl Drop for Products {
 }
 
 impl Gpu {
-    /// Asks for `x w^T`: `x` is `[rows, inputs]`, `w` `[outputs, inputs]`, both of type `dtype`, `y` what `shape.output`
-    /// says. Sums are f32.
+    /// Asks for `x w^T`: `x` is `[rows, inputs]`, `w` `[outputs, inputs]`, both of type `dtype`; `sums` are of
+    /// `shape.output`. Sums are f32.
     pub(super) fn product(
         &self,
         x: CUdeviceptr,
         w: &Buffer,
-        y: &Buffer,
+        sums: Sums<'_>,
         shape: Product,
-        rest: Rest<'_>,
     ) -> Result<()> {
         self.bind()?;
         let products = self.products();
@@ -134,20 +170,21 @@ impl Gpu {
             Entry::Occupied(entry) => entry.into_mut(),
             Entry::Vacant(entry) => entry.insert(Plan::new(products.handle, shape)?),
         };
-        plan.run(self, products.handle, (x, w, y), rest, 0)
+        plan.run(self, products.handle, (x, w, sums), 0)
     }
 
-    /// Finds fast ways to do the products of a shape, unless they have been done before. What is at `y` is lost.
-    /// `weights` are those of the shape that a pass goes through, or the first of them.
+    /// Finds fast ways to do the products of a shape, unless they have been done before. What `sums` holds is lost.
+    /// `weights` are those of the shape that a pass goes through, or the first of them. `before` asks for a kernel like
+    /// the one before the product: what is done ahead of its end differs from way to way.
     ///
     /// In f32 the library's first choice stays.
     pub(super) fn plan_product(
         &self,
         x: CUdeviceptr,
         weights: &[&Buffer],
-        y: &Buffer,
+        sums: Sums<'_>,
         shape: Product,
-        place: Place<'_>,
+        before: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         let products = self.products();
         if shape.dtype == DType::F32 || products.plans.borrow().contains_key(&shape) {
@@ -163,17 +200,13 @@ impl Gpu {
         for candidate in 0..plan.ways.len() {
             let work = || {
                 weights.iter().try_for_each(|&w| {
-                    (place.before)()?;
-                    plan.run(self, products.handle, (x, w, y), place.rest, candidate)
+                    before()?;
+                    plan.run(self, products.handle, (x, w, sums), candidate)
                 })
             };
-            match self.time_captured(&work) {
+            match self.time_if_it_works(&work)? {
                 Ok(time) => timed.push((time, candidate)),
-                // Some ways turn out not to work. The GPU has to, from then on.
-                Err(error) => {
-                    self.synchronize()?;
-                    failed = Some(error);
-                }
+                Err(error) => failed = Some(error),
             }
         }
         if let (true, Some(error)) = (timed.is_empty(), failed) {
@@ -210,13 +243,10 @@ impl Gpu {
         };
         let time_with = |shape: &Product, candidate| {
             swap(shape, candidate);
-            let time = self.time_captured(pass);
+            let time = self.time_if_it_works(pass);
             swap(shape, candidate);
-            time.or_else(|_| {
-                // What does not work in a pass is no way. The GPU has to work, from then on.
-                self.synchronize()?;
-                Ok::<_, Error>(f64::INFINITY)
-            })
+            // What does not work in a pass is no way.
+            time.map(|time| time.unwrap_or(f64::INFINITY))
         };
         let mut best = self.time_captured(pass)?;
         for shape in shapes {
@@ -238,6 +268,16 @@ impl Gpu {
             }
         }
         Ok(())
+    }
+
+    /// What [`time_captured`](Self::time_captured) finds of a way that may turn out not to work. The GPU has to, from then
+    /// on.
+    fn time_if_it_works(&self, work: &dyn Fn() -> Result<()>) -> Result<Result<f64>> {
+        let time = self.time_captured(work);
+        if time.is_err() {
+            self.synchronize()?;
+        }
+        Ok(time)
     }
 
     /// Milliseconds of work that is captured and replayed; the least of a few times.
@@ -333,43 +373,35 @@ impl Plan {
         &self,
         gpu: &Gpu,
         handle: sys::cublasLtHandle_t,
-        (x, w, y): (CUdeviceptr, &Buffer, &Buffer),
-        rest: Rest<'_>,
+        (x, w, sums): (CUdeviceptr, &Buffer, Sums<'_>),
         candidate: usize,
     ) -> Result<()> {
         let Product { rows, inputs, outputs, dtype, output, .. } = self.shape;
+        assert_eq!(sums.output(), output, "the sums have a place");
         let w_bytes = outputs * inputs * dtype.size_in_bytes();
         assert!(w_bytes <= w.bytes(), "the weight has its shape");
         let element = if self.shape.is_f32() { 4 } else { dtype.size_in_bytes() };
-        let whole = rows * outputs * element;
-        let y_bytes = match output {
-            Output::Elements | Output::Floats | Output::Added => whole,
-            Output::Gated => whole / 2,
-            Output::Greatest => Argmax::bytes(rows, outputs),
-        };
-        assert!(y_bytes <= y.bytes(), "the result fits");
-        let mut operands = Operands { x, w: w.pointer(), y: y.pointer() };
+        let (y, row_bytes, all) = sums.places(outputs, element);
+        assert!(rows * row_bytes <= y.bytes(), "the result fits");
+        let w = w.pointer();
         let algorithm = match &self.ways[candidate] {
             Way::Library(algorithm) => algorithm,
             Way::Tiles(tiles) => {
-                tiles.run(gpu, &self.shape, operands)?;
-                return match (output, rest) {
-                    (Output::Greatest, Rest::Picks { argmax, picks, .. }) => {
+                let summaries = match sums {
+                    Sums::Summarized { top_k, .. } => top_k.summaries(rows),
+                    _ => 0,
+                };
+                tiles.run(gpu, &self.shape, Operands { x, w, y: y.pointer(), summaries })?;
+                return match sums {
+                    Sums::Greatest { picks, argmax, .. } => {
                         argmax.run_on_parts(gpu, rows, tiles.parts(outputs), picks)
                     }
                     _ => Ok(()),
                 };
             }
         };
-        // The library leaves all sums somewhere else, if something is made of them.
-        let sums = match (output, rest) {
-            (Output::Gated, Rest::Gates(sums, _)) => sums,
-            (Output::Greatest, Rest::Picks { logits, .. }) => logits,
-            (Output::Gated | Output::Greatest, _) => panic!("{output:?} has a place for its sums"),
-            _ => y,
-        };
-        assert!(whole <= sums.bytes(), "the sums fit");
-        operands.y = sums.pointer();
+        assert!(rows * outputs * element <= all.bytes(), "the sums fit");
+        let y = all.pointer();
         let (one, old) = (1.0f32, if output == Output::Added { 1.0f32 } else { 0.0 });
         let (workspace, stream) = gpu.workspace();
         // SAFETY: the operands were checked against the shape that the layouts were made for; the workspace is as large as
@@ -380,13 +412,13 @@ impl Plan {
                 self.description.0,
                 (&raw const one).cast(),
                 (&raw const old).cast(),
-                operands.w as *const c_void,
+                w as *const c_void,
                 self.w.0,
-                operands.x as *const c_void,
+                x as *const c_void,
                 self.x.0,
-                operands.y as *const c_void,
+                y as *const c_void,
                 self.y.0,
-                operands.y as *mut c_void,
+                y as *mut c_void,
                 self.y.0,
                 algorithm,
                 workspace as *mut c_void,
@@ -394,14 +426,14 @@ impl Plan {
                 stream.cast(),
             )?;
         }
-        match (output, rest) {
-            (Output::Gated, Rest::Gates(sums, kernels)) => {
-                kernels.silu_mul(gpu, sums, y, rows * outputs / 2)
+        // What the library leaves to be done.
+        match sums {
+            Sums::Gated { y, gate_up, kernels } => {
+                kernels.silu_mul(gpu, gate_up, y, rows * outputs / 2)
             }
-            (Output::Greatest, Rest::Picks { logits, argmax, picks }) => {
-                argmax.run(gpu, logits, rows, picks)
-            }
-            _ => Ok(()),
+            Sums::Greatest { picks, argmax, logits } => argmax.run(gpu, logits, rows, picks),
+            Sums::Summarized { logits, top_k } => top_k.summarize(gpu, logits.pointer(), 0..rows),
+            Sums::Elements(_) | Sums::Floats(_) | Sums::Added(_) => Ok(()),
         }
     }
 }

@@ -6,7 +6,7 @@ use cudarc::driver::sys::CUdeviceptr;
 use super::attention::{Attention, Cached};
 use super::device::{Buffer, Gpu, Pinned};
 use super::kernels::{Heads, Inputs, Kernels, Path, RopeStore};
-use super::products::{Output, Place, Product, Rest};
+use super::products::{Product, Sums};
 use super::weights::Loader;
 use crate::candle::{DecoderConfig, Error, Result};
 
@@ -202,13 +202,8 @@ impl Stack {
         x: CUdeviceptr,
         kv: &Buffer,
     ) -> Result<()> {
-        self.gpu.product(
-            x,
-            &of.weight,
-            kv,
-            self.context_product(of, inputs.rows),
-            Rest::Nothing,
-        )?;
+        let (sums, shape) = self.context_product(of, inputs.rows, kv);
+        self.gpu.product(x, &of.weight, sums, shape)?;
         let how = RopeStore {
             bias: of.bias.as_ref().map(Buffer::pointer),
             norms: of.norm.as_ref().map(|k| (k.pointer(), k.pointer())),
@@ -220,15 +215,15 @@ impl Stack {
     }
 
     /// The product of `write_context`.
-    pub(super) fn context_product(&self, of: &KeyValues, rows: usize) -> Product {
-        Product {
-            rows,
-            inputs: self.hidden,
-            outputs: of.width,
-            dtype: self.dtype(),
-            output: Output::Elements,
-            weights: 1,
-        }
+    pub(super) fn context_product<'a>(
+        &self,
+        of: &KeyValues,
+        rows: usize,
+        kv: &'a Buffer,
+    ) -> (Sums<'a>, Product) {
+        let sums = Sums::Elements(kv);
+        let (inputs, outputs, dtype, output) = (self.hidden, of.width, self.dtype(), sums.output());
+        (sums, Product { rows, inputs, outputs, dtype, output, weights: 1 })
     }
 
     fn row_bytes(&self) -> usize {
@@ -303,21 +298,16 @@ impl Stack {
             (Weight::GateUp(layer), each(|layer| &layer.gate_up)),
             (Weight::Down(layer), each(|layer| &layer.down)),
         ] {
-            let (x, _, y, shape) = self.operands(rows, weight);
-            let place = Place { rest: self.gates(), before: &|| self.last_norm(rows) };
-            self.gpu.plan_product(x, &weights, y, shape, place)?;
+            let (x, _, sums, shape) = self.operands(rows, weight);
+            self.gpu.plan_product(x, &weights, sums, shape, &|| self.last_norm(rows))?;
             shapes.push(shape);
         }
         Ok(shapes)
     }
 
     fn product(&self, rows: usize, weight: Weight<'_>) -> Result<()> {
-        let (x, w, y, shape) = self.operands(rows, weight);
-        self.gpu.product(x, w, y, shape, self.gates())
-    }
-
-    fn gates(&self) -> Rest<'_> {
-        Rest::Gates(&self.scratch.gate_up, &self.kernels)
+        let (x, w, sums, shape) = self.operands(rows, weight);
+        self.gpu.product(x, w, sums, shape)
     }
 
     /// Asks for the norm that ends a pass.
@@ -331,25 +321,27 @@ impl Stack {
         &'a self,
         rows: usize,
         weight: Weight<'a>,
-    ) -> (CUdeviceptr, &'a Buffer, &'a Buffer, Product) {
+    ) -> (CUdeviceptr, &'a Buffer, Sums<'a>, Product) {
         let s = &self.scratch;
         let dtype = self.dtype();
         let (hidden, intermediate, q) = (self.hidden, self.intermediate, self.heads.q_size());
-        let (x, w, y, inputs, outputs, output) = match weight {
+        let (x, w, sums, inputs, outputs) = match weight {
             Weight::Qkv(layer) => {
                 let outputs = q + 2 * self.heads.kv_size();
-                (&s.normed, &layer.qkv, &s.qkv, hidden, outputs, Output::Elements)
+                (&s.normed, &layer.qkv, Sums::Elements(&s.qkv), hidden, outputs)
             }
-            Weight::O(layer) => (&s.mixed, &layer.o, &s.residual, q, hidden, Output::Added),
+            Weight::O(layer) => (&s.mixed, &layer.o, Sums::Added(&s.residual), q, hidden),
             Weight::GateUp(layer) => {
-                (&s.normed, &layer.gate_up, &s.activated, hidden, 2 * intermediate, Output::Gated)
+                let (y, gate_up) = (&s.activated, &s.gate_up);
+                let sums = Sums::Gated { y, gate_up, kernels: &self.kernels };
+                (&s.normed, &layer.gate_up, sums, hidden, 2 * intermediate)
             }
             Weight::Down(layer) => {
-                (&s.activated, &layer.down, &s.residual, intermediate, hidden, Output::Added)
+                (&s.activated, &layer.down, Sums::Added(&s.residual), intermediate, hidden)
             }
         };
-        let shape = Product { rows, inputs, outputs, dtype, output, weights: self.layers.len() };
-        (x.pointer(), w, y, shape)
+        let (output, weights) = (sums.output(), self.layers.len());
+        (x.pointer(), w, sums, Product { rows, inputs, outputs, dtype, output, weights })
     }
 
     /// Makes the rows of `slots` of the pass that began at cache row `start` the rows from `start` on.

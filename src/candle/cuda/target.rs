@@ -10,7 +10,7 @@ use candle_core::DType;
 use super::device::{Buffer, Gpu, Graph, Pinned};
 use super::draw::Draw;
 use super::kernels::{Argmax, Kernels, MAX_SLOTS, Path, TopK};
-use super::products::{Output, Place, Product, Rest};
+use super::products::{Product, Sums};
 use super::stack::{PassInput, Stack, TapInto, padded, padded_to_few};
 use super::weights::{Loader, Source, check};
 use crate::candle::target::pick_row;
@@ -111,10 +111,9 @@ impl Shared {
     }
 
     /// Asks for what is wanted of the logits of the rows that a pass of `stack` ends with.
-    pub(super) fn head(&self, stack: &Stack, rows: usize, head: Head<'_>) -> Result<()> {
-        let (y, output, rest) = head.parts();
-        let shape = self.head_shape(rows, stack.dtype(), output);
-        stack.gpu.product(stack.output(), &self.lm_head, y, shape, rest)
+    pub(super) fn head(&self, stack: &Stack, rows: usize, logits: Sums<'_>) -> Result<()> {
+        let shape = self.head_shape(rows, stack.dtype(), logits);
+        stack.gpu.product(stack.output(), &self.lm_head, logits, shape)
     }
 
     /// Finds out how the products of a pass of `stack` and of its logits are best done, `pass` being one.
@@ -122,41 +121,20 @@ impl Shared {
         &self,
         stack: &Stack,
         rows: usize,
-        head: Head<'_>,
+        logits: Sums<'_>,
         pass: &dyn Fn() -> Result<()>,
     ) -> Result<()> {
         let mut shapes = stack.plan(rows)?;
-        let (y, output, rest) = head.parts();
-        let shape = self.head_shape(rows, stack.dtype(), output);
-        let place = Place { rest, before: &|| stack.last_norm(rows) };
-        stack.gpu.plan_product(stack.output(), &[&self.lm_head], y, shape, place)?;
+        let shape = self.head_shape(rows, stack.dtype(), logits);
+        let before = || stack.last_norm(rows);
+        stack.gpu.plan_product(stack.output(), &[&self.lm_head], logits, shape, &before)?;
         shapes.push(shape);
         stack.gpu.settle(&shapes, pass)
     }
 
-    fn head_shape(&self, rows: usize, dtype: DType, output: Output) -> Product {
-        let (inputs, outputs) = (self.hidden, self.vocab_size);
+    fn head_shape(&self, rows: usize, dtype: DType, logits: Sums<'_>) -> Product {
+        let (inputs, outputs, output) = (self.hidden, self.vocab_size, logits.output());
         Product { rows, inputs, outputs, dtype, output, weights: 1 }
-    }
-}
-
-/// What is wanted of the logits of a pass.
-#[derive(Clone, Copy)]
-pub(super) enum Head<'a> {
-    /// All of them, as `[rows, vocab_size]` f32.
-    Logits(&'a Buffer),
-    /// The greatest of each row. The logits may or may not be left.
-    Picks { logits: &'a Buffer, argmax: &'a Argmax, picks: &'a Pinned<u64> },
-}
-
-impl<'a> Head<'a> {
-    fn parts(self) -> (&'a Buffer, Output, Rest<'a>) {
-        match self {
-            Self::Logits(logits) => (logits, Output::Floats, Rest::Nothing),
-            Self::Picks { logits, argmax, picks } => {
-                (argmax.bests(), Output::Greatest, Rest::Picks { logits, argmax, picks })
-            }
-        }
     }
 }
 
@@ -318,7 +296,9 @@ impl CudaTarget {
         }
         self.find_logits()?;
         let k = self.top_two.max_k();
-        self.top_two.run(gpu, self.logits.at(4 * slot * self.shared.vocab_size), 1, k)?;
+        let row = self.logits.at(4 * slot * self.shared.vocab_size);
+        self.top_two.summarize(gpu, row, 0..1)?;
+        self.top_two.select(gpu, row, 0..1, k)?;
         gpu.synchronize()?;
         let (ids, log_probs) = self.top_two.row(0, k);
         let mut found = [(0, f32::NEG_INFINITY); 2];
@@ -347,7 +327,7 @@ impl CudaTarget {
     fn find_logits(&self) -> Result<()> {
         let (width, there) = self.last.get();
         if !there {
-            self.shared.head(&self.stack, width, Head::Logits(&self.logits))?;
+            self.shared.head(&self.stack, width, Sums::Floats(&self.logits))?;
             self.last.set((width, true));
         }
         Ok(())
@@ -360,24 +340,25 @@ impl CudaTarget {
         let taps = Some(TapInto { layers: &self.taps, rows: &self.tap_rows });
         let inputs = self.input.inputs(width);
         self.stack.forward(&inputs, &self.shared.embed_tokens, taps)?;
-        self.shared.head(&self.stack, width, self.head(picking))?;
+        self.shared.head(&self.stack, width, self.sums(picking))?;
         if picking == Picking::Drawn {
             self.draw.run(gpu, &inputs, &self.logits, &self.packed)?;
         }
         Ok(())
     }
 
-    fn head(&self, picking: Picking) -> Head<'_> {
+    /// What is wanted of a pass's logits.
+    fn sums(&self, picking: Picking) -> Sums<'_> {
         let (logits, argmax, picks) = (&self.logits, &self.argmax, &self.packed);
         match picking {
-            Picking::Greedy => Head::Picks { logits, argmax, picks },
-            Picking::Drawn | Picking::Host => Head::Logits(logits),
+            Picking::Greedy => Sums::Greatest { picks, argmax, logits },
+            Picking::Drawn | Picking::Host => Sums::Floats(logits),
         }
     }
 
     /// Finds out how the products of a pass are best done, `pass` being one.
     fn plan(&self, width: usize, picking: Picking, pass: &dyn Fn() -> Result<()>) -> Result<()> {
-        self.shared.plan(&self.stack, width, self.head(picking), pass)
+        self.shared.plan(&self.stack, width, self.sums(picking), pass)
     }
 
     /// Runs what `self.input` holds and waits for it.
@@ -398,8 +379,12 @@ impl CudaTarget {
             self.graphs.insert(key, graph);
         }
         self.last.set((width, picking != Picking::Greedy));
+        self.packed.as_mut_slice()[..width].fill(0);
         self.graphs[&key].launch()?;
-        gpu.synchronize()?;
+        match picking {
+            Picking::Greedy | Picking::Drawn => gpu.wait_for(&self.packed, width)?,
+            Picking::Host => gpu.synchronize()?,
+        }
         self.input.landed();
         Ok(())
     }
@@ -494,7 +479,7 @@ impl CudaTarget {
     /// Asks for the products of a greedy pass and nothing else.
     pub(super) fn products(&self, width: usize) -> Result<()> {
         self.stack.products(width)?;
-        self.shared.head(&self.stack, width, self.head(Picking::Greedy))
+        self.shared.head(&self.stack, width, self.sums(Picking::Greedy))
     }
 
     /// Plans them.

@@ -160,24 +160,17 @@ fn top_k_equals_a_full_sort() {
         (300_001, 64),
     ] {
         let rows = rows(&mut rng, size);
-        let kernel = TopK::new(&gpu, rows.len(), size, 64.min(size)).unwrap();
+        let mut kernel = TopK::new(&gpu, rows.len(), size, 64.min(size)).unwrap();
         let logits = gpu.upload(&rows.concat()).unwrap();
-        kernel.run(&gpu, logits.pointer(), rows.len(), k).unwrap();
-        gpu.synchronize().unwrap();
-        for (row, logits) in rows.iter().enumerate() {
-            let mut order: Vec<u32> = (0..size as u32).collect();
-            order.sort_by(|&a, &b| {
-                let (x, y) = (logits[a as usize], logits[b as usize]);
-                y.partial_cmp(&x).unwrap().then(a.cmp(&b))
-            });
-            let what = format!("{size} top {k} row {row}");
-            let (ids, log_probs) = kernel.row(row, k);
-            assert_eq!(ids, &order[..k], "{what}");
-            let sum = top_k::log_sum_exp(logits).unwrap();
-            for (&id, &found) in order.iter().zip(log_probs) {
-                let expected = (f64::from(logits[id as usize]) - sum) as f32;
-                let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
-                assert!(near || found == expected, "{what}: {found} for {expected}");
+        kernel.summarize(&gpu, logits.pointer(), 0..rows.len()).unwrap();
+        // All rows, and then some: what was found is at the first places.
+        for some in [0..rows.len(), 2..4] {
+            kernel.clear();
+            kernel.select(&gpu, logits.pointer(), some.clone(), k).unwrap();
+            kernel.wait(&gpu, some.len()).unwrap();
+            for (place, row) in some.enumerate() {
+                let what = format!("{size} top {k} row {row}");
+                assert_best(kernel.row(place, k), &rows[row], k, &what);
             }
         }
     }
@@ -188,7 +181,8 @@ fn top_k_equals_a_full_sort() {
         for row in [row, vec![f32::NEG_INFINITY; 5000]] {
             let kernel = TopK::new(&gpu, 1, row.len(), 8).unwrap();
             let logits = gpu.upload(&row).unwrap();
-            kernel.run(&gpu, logits.pointer(), 1, 8).unwrap();
+            kernel.summarize(&gpu, logits.pointer(), 0..1).unwrap();
+            kernel.select(&gpu, logits.pointer(), 0..1, 8).unwrap();
             gpu.synchronize().unwrap();
             assert!(kernel.row(0, 8).1[0].is_nan(), "{bad}");
         }
@@ -196,6 +190,22 @@ fn top_k_equals_a_full_sort() {
     assert!(TopK::new(&gpu, 1, 1000, 0).is_err());
     assert!(TopK::new(&gpu, 1, 1000, 65).is_err());
     assert!(TopK::new(&gpu, 1, 5, 6).is_err());
+}
+
+/// Whether what was selected is the `k` best entries of a row, and their log-probabilities.
+fn assert_best((ids, log_probs): (&[u32], &[f32]), logits: &[f32], k: usize, what: &str) {
+    let mut order: Vec<u32> = (0..logits.len() as u32).collect();
+    order.sort_by(|&a, &b| {
+        let (x, y) = (logits[a as usize], logits[b as usize]);
+        y.partial_cmp(&x).unwrap().then(a.cmp(&b))
+    });
+    assert_eq!(ids, &order[..k], "{what}");
+    let sum = top_k::log_sum_exp(logits).unwrap();
+    for (&id, &found) in order.iter().zip(log_probs) {
+        let expected = (f64::from(logits[id as usize]) - sum) as f32;
+        let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
+        assert!(near || found == expected, "{what}: {found} for {expected}");
+    }
 }
 
 /// Parents of a random tree of `n` slots.
@@ -590,8 +600,10 @@ fn kernel_times_of(
             "{rows:>5}  {attend:>6.2}  {norm:>6.2}  {rotate:>6.2}  {silu:>6.2}  {pick_of_parts:>6.2}  {pick:>6.2}"
         );
     }
+    let summaries = time(&|_| top_k.summarize(gpu, logits.pointer(), 0..15));
+    eprintln!("summaries of 15 rows  {summaries:>6.2}");
     for k in [1, 4, 16, 64] {
-        let select = time(&|_| top_k.run(gpu, logits.pointer(), 15, k));
-        eprintln!("best {k:>2} of 15 rows  {select:>6.2}");
+        let select = time(&|_| top_k.select(gpu, logits.pointer(), 0..15, k));
+        eprintln!("best {k:>2} of 15 rows    {select:>6.2}");
     }
 }

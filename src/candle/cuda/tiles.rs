@@ -9,7 +9,7 @@ use cudarc::driver::sys::{self, CUdeviceptr};
 
 use super::device::{Clusters, Gpu, allow_shared_memory};
 use super::kernels::parameters;
-use super::products::{Operands, Output, Product};
+use super::products::{Operands, Product};
 use crate::candle::Result;
 
 /// Rows of `x` that there are kernels for, and with how many warpgroups.
@@ -59,9 +59,12 @@ impl Tiles {
     pub(super) fn ways(gpu: &Gpu, shape: &Product) -> Result<Vec<Self>> {
         let mut ways = Vec::new();
         let Some(modules) = &gpu.modules().hopper else { return Ok(ways) };
-        let module = match shape.dtype {
-            DType::BF16 => &modules.product_bf16,
-            DType::F16 => &modules.product_f16,
+        let head = shape.is_head();
+        let (kernel, module) = match (head, shape.dtype) {
+            (true, DType::BF16) => ("head", &modules.head_bf16),
+            (true, DType::F16) => ("head", &modules.head_f16),
+            (false, DType::BF16) => ("product", &modules.product_bf16),
+            (false, DType::F16) => ("product", &modules.product_f16),
             _ => return Ok(ways),
         };
         let suits = shape.inputs.is_multiple_of(8) && shape.outputs.is_multiple_of(16);
@@ -73,12 +76,12 @@ impl Tiles {
             warpgroups.clone().map(|warpgroups| (*rows, warpgroups))
         });
         for (rows, warpgroups) in kernels {
-            let name = format!("product_{rows}_{warpgroups}_{}", shape.dtype.as_str());
+            let name = format!("{kernel}_{rows}_{warpgroups}_{}", shape.dtype.as_str());
             let function = module.load_function(&name)?;
             allow_shared_memory(&function, memory)?;
             let row_tiles = shape.rows.div_ceil(rows);
             let tiles = shape.outputs.div_ceil(64 * warpgroups) * row_tiles;
-            let most = if shape.output == Output::Greatest { 1 } else { MAX_SPLITS };
+            let most = if head { 1 } else { MAX_SPLITS };
             for splits in 1..=most.min(columns) {
                 let depth = columns.div_ceil(splits);
                 let Some((stages, shared_bytes)) = stages(rows, warpgroups, splits, depth, memory)
@@ -111,11 +114,12 @@ impl Tiles {
         let tile_outputs = self.outputs();
         let w = matrix(operands.w, shape.dtype, [shape.outputs, shape.inputs], tile_outputs)?;
         let x = matrix(operands.x, shape.dtype, [shape.rows, shape.inputs], self.rows)?;
-        let y = operands.y;
+        let Operands { y, summaries, .. } = operands;
         let sizes = [shape.rows, shape.inputs, shape.outputs, self.stages];
         let [rows, inputs, outputs, stages] = sizes.map(|size| size as i32);
         let output = shape.output as i32;
-        // SAFETY: the types are the kernel's; whoever has the operands checked them against the shape.
+        // SAFETY: the types are the kernel's, of which those for heads alone have the last; whoever has the operands
+        // checked them against the shape.
         unsafe {
             gpu.launch_clusters(
                 &self.function,
@@ -126,7 +130,7 @@ impl Tiles {
                 ),
                 (threads(self.warpgroups), 1),
                 clusters(self.splits, self.shared_bytes),
-                parameters!(w, x, y, rows, inputs, outputs, stages, output),
+                parameters!(w, x, y, rows, inputs, outputs, stages, output, summaries),
             )
         }
     }

@@ -2,6 +2,7 @@
 
 #include "common.cuh"
 #include "keys.cuh"
+#include "summary.cuh"
 
 // Four entries of a row from `i`, a multiple of four, on; -inf beyond the row.
 __device__ __forceinline__ Floats<4> load_within(const float *row, int i, int size) {
@@ -70,45 +71,30 @@ extern "C" __global__ void __launch_bounds__(256) greatest(const uint64_t *bests
         best[blockIdx.x] = mine;
 }
 
-// Entries of a chunk, of which a warp has four a lane.
-constexpr int CHUNK = 128;
+// Entries of a chunk, of which half a warp has four a lane.
+constexpr int CHUNK = SUMMARIZED;
 
-// The greatest key of each chunk of a row, and (max, sum of exponentials). Grid (parts, rows).
-extern "C" __global__ void chunk_best(const float *logits, uint32_t *keys, float2 *norms, int size, int chunks) {
-    int lane = threadIdx.x % 32, warps = blockDim.x / 32;
+// The summary of each chunk of a row. Grid (parts, rows).
+extern "C" __global__ void __launch_bounds__(256)
+    summarize(const float *logits, float2 *summaries, int size, int chunks) {
+    int lane = threadIdx.x % 16, at_once = blockDim.x / 16;
     size_t row = blockIdx.y;
     logits += row * size;
     inputs_ready();
-    for (int chunk = blockIdx.x * warps + threadIdx.x / 32; chunk < chunks; chunk += gridDim.x * warps) {
-        int first = chunk * CHUNK + lane * 4, real = min(max(size - first, 0), 4);
-        Floats<4> x = load_within(logits, first, size);
-        uint32_t key = 0;
-        float greatest = NEG_INF, sum = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i < real)
-                key = max(key, order(x.v[i]));
-            greatest = fmaxf(greatest, x.v[i]);
-        }
-        key = __reduce_max_sync(FULL_WARP, key);
-        greatest = warp_max(greatest);
-        if (greatest > NEG_INF)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-                if (i < real)
-                    sum += __expf(x.v[i] - greatest);
-        sum = warp_sum(sum);
-        if (lane == 0) {
-            keys[row * chunks + chunk] = key;
-            norms[row * chunks + chunk] = make_float2(greatest, sum);
-        }
+    // The halves of a warp stay together.
+    for (int first = blockIdx.x * at_once; first < chunks; first += gridDim.x * at_once) {
+        int chunk = first + threadIdx.x / 16;
+        Floats<4> x = load_within(logits, chunk * CHUNK + lane * 4, size);
+        float2 found = summary<1, 16>(x.v);
+        if (lane == 0 && chunk < chunks)
+            summaries[row * chunks + chunk] = found;
     }
 }
 
 constexpr int THREADS = 512;
 constexpr int MAX_K = 64;
 // Chunks of a thread whose keys it keeps.
-constexpr int AT_ONCE = 4;
+constexpr int AT_ONCE = 5;
 // Entries that are sorted at most.
 constexpr int SORTED = THREADS;
 
@@ -161,13 +147,13 @@ __device__ uint32_t select(Key key, int count, int wanted, Take take) {
     return bound;
 }
 
-// Log-probabilities and ids of the `k` best entries of each row, best first, in memory of the host, from what
-// `chunk_best` left. One block per row; there are fewer than 2^16 chunks.
+// Log-probabilities and ids of the `k` best entries of each row, best first, in memory of the host, from summaries of
+// chunks; and then a one at done[row]. One block per row; there are fewer than 2^16 chunks.
 //
 // The k chunks with the greatest entries have the k best of all, and what is below the least of these k is not among
 // them; with fewer chunks, everything may be.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    top_k(const float *logits, const uint32_t *keys, const float2 *norms, uint32_t *ids, float *log_probs, int size,
+    top_k(const float *logits, const float2 *summaries, uint32_t *ids, float *log_probs, uint64_t *done, int size,
           int chunks, int k) {
     __shared__ int taken;
     __shared__ uint16_t chosen[MAX_K];
@@ -178,8 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         taken = 0;
     inputs_ready();
     logits += (size_t)row * size;
-    keys += (size_t)row * chunks;
-    norms += (size_t)row * chunks;
+    summaries += (size_t)row * chunks;
 
     // A thread has chunks that follow one another.
     int wanted = min(k, chunks);
@@ -187,15 +172,19 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (chunks > k) {
         int count = (chunks + THREADS - 1) / THREADS;
         uint32_t first_keys[AT_ONCE];
+        auto load_key = [&](int j) {
+            int chunk = t * count + j;
+            return j < count && chunk < chunks ? order(summaries[chunk].x) : 0;
+        };
 #pragma unroll
         for (int j = 0; j < AT_ONCE; ++j)
-            first_keys[j] = j < count && t * count + j < chunks ? keys[t * count + j] : 0;
+            first_keys[j] = load_key(j);
         auto key = [&](int j) {
             uint32_t x = 0;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; ++i)
                 x = i == j ? first_keys[i] : x;
-            return j < AT_ONCE ? x : t * count + j < chunks ? keys[t * count + j] : 0;
+            return j < AT_ONCE ? x : load_key(j);
         };
         bound = select(key, count, k, [&](int j, int place) { chosen[place] = t * count + j; });
     } else {
@@ -235,15 +224,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     float all = NEG_INF, total = 0.0f;
     for (int c = t; c < chunks; c += THREADS)
-        all = fmaxf(all, norms[c].x);
+        all = fmaxf(all, summaries[c].x);
     all = warp_max(all);
     if (t % 32 == 0)
         parts[t / 32] = all;
     __syncthreads();
     all = warp_max(t % 32 < THREADS / 32 ? parts[t % 32] : NEG_INF);
     for (int c = t; c < chunks; c += THREADS)
-        if (norms[c].x > NEG_INF)
-            total += norms[c].y * expf(norms[c].x - all);
+        if (summaries[c].x != NEG_INF)
+            total += summaries[c].y * expf(summaries[c].x - all);
     float log_sum = all + logf(block_sum(total));
 
     // No two are the same.
@@ -257,5 +246,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             // NaN stays NaN: its key maps back to one.
             log_probs[row * k + rank] = value(entry >> 32) - log_sum;
         }
+    }
+    // The host waits for this alone.
+    __syncthreads();
+    if (t == 0) {
+        __threadfence_system();
+        *const_cast<volatile uint64_t *>(done + row) = 1;
     }
 }

@@ -6,11 +6,11 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 
 use super::rows::gated;
-use super::{TYPES, distance, download, gpu, microseconds, random, upload};
+use super::{TYPES, assert_best, distance, download, gpu, microseconds, random, upload};
 use crate::candle::Result;
 use crate::candle::cuda::device::{Buffer, Gpu, Pinned};
-use crate::candle::cuda::kernels::{Argmax, Kernels};
-use crate::candle::cuda::products::{Operands, Output, Place, Product, Rest};
+use crate::candle::cuda::kernels::{Argmax, Kernels, TopK};
+use crate::candle::cuda::products::{Operands, Output, Product, Sums};
 use crate::candle::cuda::tiles::Tiles;
 use crate::top_k;
 
@@ -30,6 +30,21 @@ fn sums(x: &[f32], w: &[f32], rows: usize, inputs: usize, outputs: usize) -> Vec
         x.iter().zip(w).map(|(&x, &w)| f64::from(x) * f64::from(w)).sum()
     };
     (0..rows * outputs).map(sum).collect()
+}
+
+/// Where `output` goes, of those that are one array: `y`, with `scratch` for gates and ups.
+fn one_array<'a>(
+    output: Output,
+    y: &'a Buffer,
+    gate_up: &'a Buffer,
+    kernels: &'a Kernels,
+) -> Sums<'a> {
+    match output {
+        Output::Elements => Sums::Elements(y),
+        Output::Added => Sums::Added(y),
+        Output::Gated => Sums::Gated { y, gate_up, kernels },
+        _ => Sums::Floats(y),
+    }
 }
 
 /// The type that a product's results are left in.
@@ -82,7 +97,6 @@ fn products_equal_the_hosts() {
                         _ => 1e-5,
                     };
                     let scratch = upload(&gpu, dtype, &before).0;
-                    let rest = Rest::Gates(&scratch, &kernels);
                     let x_at = x_buffer.pointer();
                     let check = |how: &str, run: &dyn Fn(&Buffer)| {
                         let y = upload(&gpu, y_dtype, &before).0;
@@ -93,15 +107,15 @@ fn products_equal_the_hosts() {
                     };
                     // The library's first choice: nothing is planned yet.
                     check("by default", &|y| {
-                        gpu.product(x_at, &w_buffer, y, shape, rest).unwrap();
+                        let sums = one_array(output, y, &scratch, &kernels);
+                        gpu.product(x_at, &w_buffer, sums, shape).unwrap();
                     });
                     for tiles in Tiles::ways(&gpu, &shape).unwrap() {
                         ways += 1;
                         check(&format!("by {tiles}"), &|y| {
-                            let w = w_buffer.pointer();
-                            tiles
-                                .run(&gpu, &shape, Operands { x: x_at, w, y: y.pointer() })
-                                .unwrap();
+                            let (w, y) = (w_buffer.pointer(), y.pointer());
+                            let operands = Operands { x: x_at, w, y, summaries: 0 };
+                            tiles.run(&gpu, &shape, operands).unwrap();
                         });
                     }
                 }
@@ -112,11 +126,20 @@ fn products_equal_the_hosts() {
     assert_eq!(ways > 0, (major, minor) == (9, 0), "{major}.{minor}: {ways} ways");
 }
 
-/// Picks of a product's rows, in every way, are those of its sums in that way: values with ties, infinities and NaN, which
-/// sums of one product each are exactly.
-#[test]
-fn the_greatest_of_a_products_rows_is_the_hosts() {
-    let Some(gpu) = gpu() else { return };
+/// A product whose sums are known exactly, as each is of one factor that is not zero.
+struct Known {
+    dtype: DType,
+    rows: usize,
+    inputs: usize,
+    outputs: usize,
+    x: Buffer,
+    w: Buffer,
+    /// Row `i` of the product is that of kind `i % kinds.len()`.
+    kinds: Vec<Vec<f32>>,
+}
+
+/// Calls `check` for products of each type whose rows have ties, infinities or NaN.
+fn for_known_sums(gpu: &Gpu, mut check: impl FnMut(&Known)) {
     let mut rng = StdRng::seed_from_u64(9);
     for dtype in TYPES {
         for (rows, outputs) in [(1, 48), (8, 1008), (16, 2000), (65, 1600), (129, 272), (252, 400)]
@@ -141,48 +164,101 @@ fn the_greatest_of_a_products_rows_is_the_hosts() {
                 let x: Vec<f32> = (0..rows * inputs)
                     .map(|at| f32::from(u8::from(at / inputs % kinds.len() == at % inputs)))
                     .collect();
-                let (w_buffer, w) = upload(&gpu, dtype, &w);
-                let x_buffer = upload(&gpu, dtype, &x).0;
-                let output = Output::Greatest;
-                let shape = Product { rows, inputs, outputs, dtype, output, weights: 1 };
-                let argmax = Argmax::new(&gpu, rows, outputs).unwrap();
-                let scratch = gpu.allocate(4 * rows * outputs).unwrap();
-                let check = |how: &str, run: &dyn Fn(&Pinned<u64>)| {
-                    let picks = gpu.pinned(rows).unwrap();
-                    run(&picks);
-                    gpu.synchronize().unwrap();
-                    for row in 0..rows {
-                        let kind = row % kinds.len();
-                        let sums: Vec<f32> =
-                            (0..outputs).map(|output| w[output * inputs + kind]).collect();
-                        let greatest = top_k::argmax(&sums).ok();
-                        let expected = greatest
-                            .filter(|found| found.1 > f32::NEG_INFINITY)
-                            .map(|found| found.0);
-                        let found = Argmax::token(picks.as_slice()[row]);
-                        assert_eq!(found, expected, "{shape:?} {how} row {row}");
-                    }
-                };
-                let x = x_buffer.pointer();
-                check("by default", &|picks| {
-                    let rest = Rest::Picks { logits: &scratch, argmax: &argmax, picks };
-                    gpu.product(x, &w_buffer, argmax.bests(), shape, rest).unwrap();
-                });
-                let ways = Tiles::ways(&gpu, &shape).unwrap();
-                assert_eq!(
-                    ways.is_empty(),
-                    dtype == DType::F32 || gpu.compute_capability().unwrap() != (9, 0)
-                );
-                for tiles in ways {
-                    check(&format!("by {tiles}"), &|picks| {
-                        let (w, y) = (w_buffer.pointer(), argmax.bests().pointer());
-                        tiles.run(&gpu, &shape, Operands { x, w, y }).unwrap();
-                        argmax.run_on_parts(&gpu, rows, tiles.parts(outputs), picks).unwrap();
-                    });
-                }
+                let (w_buffer, w) = upload(gpu, dtype, &w);
+                let kind = |kind| (0..outputs).map(|output| w[output * inputs + kind]).collect();
+                let kinds = (0..kinds.len()).map(kind).collect();
+                let x = upload(gpu, dtype, &x).0;
+                check(&Known { dtype, rows, inputs, outputs, x, w: w_buffer, kinds });
             }
         }
     }
+}
+
+impl Known {
+    fn shape(&self, output: Output) -> Product {
+        let Self { dtype, rows, inputs, outputs, .. } = *self;
+        Product { rows, inputs, outputs, dtype, output, weights: 1 }
+    }
+
+    /// Our ways, which there have to be where the GPU has them.
+    fn ways(&self, gpu: &Gpu, shape: &Product) -> Vec<Tiles> {
+        let ways = Tiles::ways(gpu, shape).unwrap();
+        let none = self.dtype == DType::F32 || gpu.compute_capability().unwrap() != (9, 0);
+        assert_eq!(ways.is_empty(), none);
+        ways
+    }
+}
+
+/// Picks of a product's rows, in every way, are those of its sums.
+#[test]
+fn the_greatest_of_a_products_rows_is_the_hosts() {
+    let Some(gpu) = gpu() else { return };
+    for_known_sums(&gpu, |known| {
+        let Known { rows, outputs, ref x, ref w, ref kinds, .. } = *known;
+        let shape = known.shape(Output::Greatest);
+        let argmax = Argmax::new(&gpu, rows, outputs).unwrap();
+        let logits = gpu.allocate(4 * rows * outputs).unwrap();
+        let check = |how: &str, run: &dyn Fn(&Pinned<u64>)| {
+            let picks = gpu.pinned(rows).unwrap();
+            run(&picks);
+            gpu.wait_for(&picks, rows).unwrap();
+            for (row, kind) in (0..rows).zip(kinds.iter().cycle()) {
+                let greatest = top_k::argmax(kind).ok();
+                let expected = greatest.filter(|found| found.1 > f32::NEG_INFINITY);
+                let found = Argmax::token(picks.as_slice()[row]);
+                assert_eq!(found, expected.map(|found| found.0), "{shape:?} {how} row {row}");
+            }
+        };
+        check("by default", &|picks| {
+            let sums = Sums::Greatest { picks, argmax: &argmax, logits: &logits };
+            gpu.product(x.pointer(), w, sums, shape).unwrap();
+        });
+        for tiles in known.ways(&gpu, &shape) {
+            check(&format!("by {tiles}"), &|picks| {
+                let (x, w, y) = (x.pointer(), w.pointer(), argmax.bests().pointer());
+                tiles.run(&gpu, &shape, Operands { x, w, y, summaries: 0 }).unwrap();
+                argmax.run_on_parts(&gpu, rows, tiles.parts(outputs), picks).unwrap();
+            });
+        }
+    });
+}
+
+/// What is selected by a product's own summaries, in every way, are the best of its sums.
+#[test]
+fn the_best_of_a_products_rows_are_the_hosts() {
+    let Some(gpu) = gpu() else { return };
+    for_known_sums(&gpu, |known| {
+        let Known { rows, outputs, ref x, ref w, ref kinds, .. } = *known;
+        let shape = known.shape(Output::Summarized);
+        let k = 20;
+        let check = |how: &str, run: &dyn Fn(&Buffer, &TopK)| {
+            let logits = gpu.upload(&vec![7.0f32; rows * outputs]).unwrap();
+            let top_k = TopK::new(&gpu, rows, outputs, k).unwrap();
+            run(&logits, &top_k);
+            top_k.select(&gpu, logits.pointer(), 0..rows, k).unwrap();
+            top_k.wait(&gpu, rows).unwrap();
+            for (row, kind) in (0..rows).zip(kinds.iter().cycle()) {
+                let what = format!("{shape:?} {how} row {row}");
+                // What is no distribution is seen to be none.
+                let infinite = kind.iter().any(|x| x.is_nan() || *x == f32::INFINITY);
+                if infinite || kind.iter().all(|&x| x == f32::NEG_INFINITY) {
+                    assert!(top_k.row(row, k).1[0].is_nan(), "{what}");
+                } else {
+                    assert_best(top_k.row(row, k), kind, k, &what);
+                }
+            }
+        };
+        check("by default", &|logits, top_k| {
+            gpu.product(x.pointer(), w, Sums::Summarized { logits, top_k }, shape).unwrap();
+        });
+        for tiles in known.ways(&gpu, &shape) {
+            check(&format!("by {tiles}"), &|logits, top_k| {
+                let (x, w, y) = (x.pointer(), w.pointer(), logits.pointer());
+                let summaries = top_k.summaries(rows);
+                tiles.run(&gpu, &shape, Operands { x, w, y, summaries }).unwrap();
+            });
+        }
+    });
 }
 
 #[test]
@@ -200,12 +276,14 @@ fn what_is_planned_stays_right() {
             let shape = Product { rows, inputs, outputs, dtype, output, weights: 2 };
             let y_dtype = y_dtype(&shape);
             let scratch = upload(&gpu, dtype, &before).0;
-            let place = Place { rest: Rest::Gates(&scratch, &kernels), before: &|| Ok(()) };
+            let x_at = x_buffer.pointer();
             let y = upload(&gpu, y_dtype, &before).0;
+            let lost = one_array(output, &y, &scratch, &kernels);
             let weights = [&w_buffer, &w_buffer];
-            gpu.plan_product(x_buffer.pointer(), &weights, &y, shape, place).unwrap();
+            gpu.plan_product(x_at, &weights, lost, shape, &|| Ok(())).unwrap();
             let y = upload(&gpu, y_dtype, &before).0;
-            gpu.product(x_buffer.pointer(), &w_buffer, &y, shape, place.rest).unwrap();
+            let kept = one_array(output, &y, &scratch, &kernels);
+            gpu.product(x_at, &w_buffer, kept, shape).unwrap();
             let expected = expected(&shape, &sums, &before);
             let found = download(&gpu, y_dtype, &y, expected.len());
             let distance = distance(&found, &expected);
@@ -260,19 +338,19 @@ fn product_times() {
                     let work = |at: usize| norm().and_then(|()| run(&weights[at]));
                     microseconds(gpu, weights.len(), &work)
                 };
-                let place = Place { rest: Rest::Gates(&scratch, &kernels), before: &norm };
+                let sums = one_array(output, &y, &scratch, &kernels);
                 let all: Vec<_> = weights.iter().collect();
                 if std::ptr::eq(gpu, &old) {
-                    gpu.plan_product(x.pointer(), &all, &y, shape, place).unwrap();
-                    let best = time(&|w| gpu.product(x.pointer(), w, &y, shape, place.rest));
+                    gpu.plan_product(x.pointer(), &all, sums, shape, &norm).unwrap();
+                    let best = time(&|w| gpu.product(x.pointer(), w, sums, shape));
                     line += &format!("{best:>6.2} |");
                     continue;
                 }
                 let mut times = Vec::new();
                 for tiles in Tiles::ways(gpu, &shape).unwrap() {
                     let run = |w: &Buffer| {
-                        let operands = Operands { x: x.pointer(), w: w.pointer(), y: y.pointer() };
-                        tiles.run(gpu, &shape, operands)
+                        let (x, w, y) = (x.pointer(), w.pointer(), y.pointer());
+                        tiles.run(gpu, &shape, Operands { x, w, y, summaries: 0 })
                     };
                     times.push((time(&run), tiles.to_string()));
                 }

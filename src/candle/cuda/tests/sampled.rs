@@ -117,7 +117,8 @@ fn coupled_lists_are_those_of_noisy_scores() {
             let root_buffer = gpu.upload(&[root]).unwrap();
             couple.set(&NoiseKey { seed, temperature, position: 0 });
             couple.run(&gpu, root_buffer.pointer(), logits.pointer(), rows.len()).unwrap();
-            top_k.run(&gpu, logits.pointer(), rows.len(), k).unwrap();
+            top_k.summarize(&gpu, logits.pointer(), 0..rows.len()).unwrap();
+            top_k.select(&gpu, logits.pointer(), 0..rows.len(), k).unwrap();
             gpu.synchronize().unwrap();
             let scale = f64::from(crate::sample::coupled_scale(temperature) as f32);
             for (depth, row) in rows.iter().enumerate() {

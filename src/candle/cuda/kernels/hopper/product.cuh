@@ -10,6 +10,7 @@
 #pragma once
 
 #include "../keys.cuh"
+#include "../summary.cuh"
 #include "hopper.cuh"
 
 // Columns of a tile: 128 bytes.
@@ -58,9 +59,11 @@ MULTIPLIES(bf16)
 MULTIPLIES(f16)
 
 // What becomes of the sums. GATED: outputs are eight gates, eight ups and so on; `y` is [rows, outputs / 2] of silu(gate) * up,
-// both rounded before as if they had been written. GREATEST, without splits: `y` is [rows, blocks of outputs] of the greatest
-// packed sum.
-enum Output { AS_ELEMENTS, AS_F32, ADDED_TO_F32, GATED, GREATEST };
+// both rounded before as if they had been written. Of heads, which have no splits, GREATEST: `y` is [rows, blocks of outputs] of
+// the greatest packed sum; and SUMMARIZED_F32: AS_F32, and `summaries` is [rows, outputs / 64, rounded up] of theirs. They have
+// kernels of their own: what a kernel could do besides slows it.
+enum Output { AS_ELEMENTS, AS_F32, ADDED_TO_F32, GATED, GREATEST, SUMMARIZED_F32 };
+static_assert(SUMMARIZED == 64, "those of a warpgroup");
 
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
     return make_float4(a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w);
@@ -94,9 +97,9 @@ template <typename T> __device__ __forceinline__ void store(T *p, float4 x) { st
 // Shared memory: 1,024 bytes; `stages` tiles of `w` and `x`, in the place of which results are put together: if there are no
 // splits, [N, outputs of the block + 8] elements, else, if N > SENT_ROWS, [N, outputs + 4] sums; and then what other splits
 // send: [own pairs of rows, splits, outputs, 2] sums or, if N > SENT_ROWS, [splits - 1, own rows, outputs + 4].
-template <typename T, int N, int WARPGROUPS>
-__device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int rows, int inputs, int outputs,
-                        int stages, int output) {
+template <typename T, int N, int WARPGROUPS, bool HEAD>
+__device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, float2 *summaries, int rows, int inputs,
+                        int outputs, int stages, int output) {
     constexpr int OUTPUTS = 64 * WARPGROUPS, UNITS = OUTPUTS / 2, STRIDE = OUTPUTS + 4, MAX_STAGES = 16;
     constexpr bool BY_THREADS = N <= SENT_ROWS;
     constexpr int W_BYTES = OUTPUTS * COLUMNS * sizeof(T), X_BYTES = N * COLUMNS * sizeof(T);
@@ -107,18 +110,18 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
     auto x_tile = [&](int stage) { return w_tile(stage) + W_BYTES; };
 
     int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    int splits = gridDim.y, split = blockIdx.y, first_output = blockIdx.x * OUTPUTS;
+    int splits = HEAD ? 1 : gridDim.y, split = HEAD ? 0 : blockIdx.y, first_output = blockIdx.x * OUTPUTS;
     int all = (inputs + COLUMNS - 1) / COLUMNS;
     float per_split = inverse(splits);
     // What the first `split` splits have of `n`.
     auto share = [&](int n, int split) { return divided(n * split, per_split); };
     int begin = share(all, split), count = share(all, split + 1) - begin;
     int x_row = blockIdx.z * N;
-    bool is_f32 = output == AS_F32 || output == ADDED_TO_F32;
+    bool is_f32 = HEAD || output == AS_F32 || output == ADDED_TO_F32;
     rows = min(rows - x_row, N);
-    size_t row_bytes = output == GREATEST ? gridDim.x * sizeof(uint64_t)
-                       : output == GATED  ? outputs / 2 * sizeof(T)
-                                          : outputs * (is_f32 ? sizeof(float) : sizeof(T));
+    size_t row_bytes = HEAD && output == GREATEST ? gridDim.x * sizeof(uint64_t)
+                       : output == GATED          ? outputs / 2 * sizeof(T)
+                                                  : outputs * (is_f32 ? sizeof(float) : sizeof(T));
     y = static_cast<char *>(y) + x_row * row_bytes;
 
     // Each split adds up some rows: pairs of rows in turn if threads send them, else rows that lie together.
@@ -218,10 +221,10 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         size_t at = (size_t)row * outputs + column;
         float *floats = static_cast<float *>(y) + at;
         T *elements = static_cast<T *>(y);
-        if (output == ADDED_TO_F32) {
+        if (!HEAD && output == ADDED_TO_F32) {
             add_to(floats, first);
             add_to(floats + 8, second);
-        } else if (output == AS_F32) {
+        } else if (HEAD || output == AS_F32) {
             store(floats, first);
             store(floats + 8, second);
         } else if (output == AS_ELEMENTS) {
@@ -299,38 +302,63 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, int
         cluster_wait();
         return;
     }
-    if (is_f32) {
+    if (is_f32 && (!HEAD || output == SUMMARIZED_F32))
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
             write_pair(sums(n), of_row(n, 0), first_place);
+    if (is_f32 && !HEAD)
         return;
-    }
     // All warpgroups are done with the tiles, the place of which results take.
     warpgroups_meet();
-    if (output == GREATEST) {
+    if (HEAD) {
         constexpr int WARPS = 4 * WARPGROUPS;
-        uint64_t *found = reinterpret_cast<uint64_t *>(tiles);
         // The outputs of a warp exist or do not.
-        int first = first_output + first_place;
-        bool exist = first - lane / 4 < outputs;
+        int warp_output = first_output + warp * 16, first = warp_output + lane / 4;
+        bool exist = warp_output < outputs;
+        if (output == GREATEST) {
+            uint64_t *found = reinterpret_cast<uint64_t *>(tiles);
+#pragma unroll
+            for (int n = 0; n < N / 8; ++n)
+#pragma unroll
+                for (int c = 0; c < 2; ++c) {
+                    uint64_t mine = max(pack(order(d[4 * n + c]), first), pack(order(d[4 * n + c + 2]), first + 8));
+#pragma unroll
+                    for (int offset = 4; offset < 32; offset *= 2)
+                        mine = max(mine, __shfl_xor_sync(FULL_WARP, mine, offset));
+                    if (lane < 4)
+                        found[of_row(n, c) * WARPS + warp] = exist ? mine : 0;
+                }
+            warpgroups_meet();
+            for (int row = threadIdx.x; row < rows; row += 128 * WARPGROUPS) {
+                uint64_t greatest = 0;
+#pragma unroll
+                for (int i = 0; i < WARPS; ++i)
+                    greatest = max(greatest, found[row * WARPS + i]);
+                static_cast<uint64_t *>(y)[(size_t)row * gridDim.x + blockIdx.x] = greatest;
+            }
+            return;
+        }
+        float2 *found = reinterpret_cast<float2 *>(tiles);
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
 #pragma unroll
             for (int c = 0; c < 2; ++c) {
-                uint64_t mine = max(pack(order(d[4 * n + c]), first), pack(order(d[4 * n + c + 2]), first + 8));
-#pragma unroll
-                for (int offset = 4; offset < 32; offset *= 2)
-                    mine = max(mine, __shfl_xor_sync(FULL_WARP, mine, offset));
+                const float two[] = {d[4 * n + c], d[4 * n + c + 2]};
+                float2 mine = summary<4, 32>(two);
                 if (lane < 4)
-                    found[of_row(n, c) * WARPS + warp] = exist ? mine : 0;
+                    found[of_row(n, c) * WARPS + warp] = exist ? mine : make_float2(NEG_INF, 0.0f);
             }
         warpgroups_meet();
-        for (int row = threadIdx.x; row < rows; row += 128 * WARPGROUPS) {
-            uint64_t greatest = 0;
+        int chunks = (outputs + SUMMARIZED - 1) / SUMMARIZED;
+        for (int i = threadIdx.x; i < rows * WARPGROUPS; i += 128 * WARPGROUPS) {
+            int row = i / WARPGROUPS, chunk = blockIdx.x * WARPGROUPS + i % WARPGROUPS;
+            const float2 *parts = found + i * 4;
+            float greatest = greater(greater(parts[0].x, parts[1].x), greater(parts[2].x, parts[3].x)), sum = 0.0f;
 #pragma unroll
-            for (int i = 0; i < WARPS; ++i)
-                greatest = max(greatest, found[row * WARPS + i]);
-            static_cast<uint64_t *>(y)[(size_t)row * gridDim.x + blockIdx.x] = greatest;
+            for (int j = 0; j < 4; ++j)
+                sum += parts[j].y * share_of(parts[j].x, greatest);
+            if (chunk < chunks)
+                summaries[(size_t)(x_row + row) * chunks + chunk] = make_float2(greatest, sum);
         }
         return;
     }
@@ -368,29 +396,37 @@ constexpr int blocks_at_once(int n, int warpgroups) { return n * warpgroups > 27
     extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, blocks_at_once(N, WARPGROUPS))                 \
         product_##N##_##WARPGROUPS##_##T(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, \
                                          void *y, int rows, int inputs, int outputs, int stages, int output) {         \
-        product<T, N, WARPGROUPS>(w, x, y, rows, inputs, outputs, stages, output);                                     \
+        product<T, N, WARPGROUPS, false>(w, x, y, nullptr, rows, inputs, outputs, stages, output);                     \
     }
-#define PRODUCTS(T)                                                                                                    \
-    PRODUCT(T, 8, 1)                                                                                                   \
-    PRODUCT(T, 8, 2)                                                                                                   \
-    PRODUCT(T, 8, 3)                                                                                                   \
-    PRODUCT(T, 16, 1)                                                                                                  \
-    PRODUCT(T, 16, 2)                                                                                                  \
-    PRODUCT(T, 16, 3)                                                                                                  \
-    PRODUCT(T, 24, 1)                                                                                                  \
-    PRODUCT(T, 24, 2)                                                                                                  \
-    PRODUCT(T, 24, 3)                                                                                                  \
-    PRODUCT(T, 40, 1)                                                                                                  \
-    PRODUCT(T, 40, 2)                                                                                                  \
-    PRODUCT(T, 40, 3)                                                                                                  \
-    PRODUCT(T, 64, 1)                                                                                                  \
-    PRODUCT(T, 64, 2)                                                                                                  \
-    PRODUCT(T, 64, 3)                                                                                                  \
-    PRODUCT(T, 72, 1)                                                                                                  \
-    PRODUCT(T, 72, 2)                                                                                                  \
-    PRODUCT(T, 72, 3)                                                                                                  \
-    PRODUCT(T, 128, 2)                                                                                                 \
-    PRODUCT(T, 128, 3)                                                                                                 \
-    PRODUCT(T, 136, 2)                                                                                                 \
-    PRODUCT(T, 136, 3)                                                                                                 \
-    PRODUCT(T, 256, 2)
+#define HEAD(T, N, WARPGROUPS)                                                                                         \
+    extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, blocks_at_once(N, WARPGROUPS))                 \
+        head_##N##_##WARPGROUPS##_##T(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x,    \
+                                      void *y, int rows, int inputs, int outputs, int stages, int output,              \
+                                      float2 *summaries) {                                                             \
+        product<T, N, WARPGROUPS, true>(w, x, y, summaries, rows, inputs, outputs, stages, output);                    \
+    }
+// `FOR` a type, rows and warpgroups of each kernel.
+#define KERNELS(FOR, T)                                                                                                \
+    FOR(T, 8, 1)                                                                                                       \
+    FOR(T, 8, 2)                                                                                                       \
+    FOR(T, 8, 3)                                                                                                       \
+    FOR(T, 16, 1)                                                                                                      \
+    FOR(T, 16, 2)                                                                                                      \
+    FOR(T, 16, 3)                                                                                                      \
+    FOR(T, 24, 1)                                                                                                      \
+    FOR(T, 24, 2)                                                                                                      \
+    FOR(T, 24, 3)                                                                                                      \
+    FOR(T, 40, 1)                                                                                                      \
+    FOR(T, 40, 2)                                                                                                      \
+    FOR(T, 40, 3)                                                                                                      \
+    FOR(T, 64, 1)                                                                                                      \
+    FOR(T, 64, 2)                                                                                                      \
+    FOR(T, 64, 3)                                                                                                      \
+    FOR(T, 72, 1)                                                                                                      \
+    FOR(T, 72, 2)                                                                                                      \
+    FOR(T, 72, 3)                                                                                                      \
+    FOR(T, 128, 2)                                                                                                     \
+    FOR(T, 128, 3)                                                                                                     \
+    FOR(T, 136, 2)                                                                                                     \
+    FOR(T, 136, 3)                                                                                                     \
+    FOR(T, 256, 2)

@@ -1,3 +1,3 @@
 #include "product.cuh"
 
-PRODUCTS(bf16)
+KERNELS(PRODUCT, bf16)

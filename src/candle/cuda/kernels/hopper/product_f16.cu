@@ -1,3 +1,3 @@
 #include "product.cuh"
 
-PRODUCTS(f16)
+KERNELS(PRODUCT, f16)

@@ -1,0 +1,3 @@
+#include "product.cuh"
+
+KERNELS(HEAD, bf16)

@@ -6,7 +6,7 @@ use rand::SeedableRng;
 use rand::rngs::StdRng;
 
 use super::rows::gated;
-use super::{TYPES, assert_best, distance, download, gpu, microseconds, random, upload};
+use super::{TYPES, assert_best, cases, distance, download, gpu, microseconds, random, upload};
 use crate::candle::Result;
 use crate::candle::cuda::device::{Buffer, Gpu, Pinned};
 use crate::candle::cuda::kernels::{Argmax, Kernels, TopK};
@@ -76,14 +76,17 @@ fn products_equal_the_hosts() {
     let mut rng = StdRng::seed_from_u64(7);
     let mut ways = 0;
     // Inputs that are no whole number of tiles, outputs likewise; rows of every kernel.
-    for (inputs, outputs) in [(768, 320), (200, 48), (1544, 208)] {
+    let shapes = [(768, 320), (200, 48), (1544, 208)];
+    let rows_of_kernels = [1, 8, 9, 24, 33, 72, 65, 136, 129, 200, 252];
+    for &(inputs, outputs) in cases(&shapes, &shapes[1..2]) {
         for dtype in TYPES {
             let kernels = Kernels::new(&gpu, dtype, 64).unwrap();
             let scale = (inputs as f32).sqrt().recip();
             let weights: Vec<f32> = random(&mut rng, outputs * inputs);
             let weights: Vec<f32> = weights.iter().map(|x| x * scale).collect();
             let (w_buffer, w) = upload(&gpu, dtype, &weights);
-            for rows in [1, 8, 9, 24, 33, 72, 65, 136, 129, 200, 252] {
+            // With the most rows, all kernels have a part.
+            for &rows in cases(&rows_of_kernels, &rows_of_kernels[10..]) {
                 let (x_buffer, x) = upload(&gpu, dtype, &random(&mut rng, rows * inputs));
                 let before = random(&mut rng, rows * outputs);
                 let sums = sums(&x, &w, rows, inputs, outputs);
@@ -142,8 +145,8 @@ struct Known {
 fn for_known_sums(gpu: &Gpu, mut check: impl FnMut(&Known)) {
     let mut rng = StdRng::seed_from_u64(9);
     for dtype in TYPES {
-        for (rows, outputs) in [(1, 48), (8, 1008), (16, 2000), (65, 1600), (129, 272), (252, 400)]
-        {
+        let shapes = [(1, 48), (8, 1008), (16, 2000), (65, 1600), (129, 272), (252, 400)];
+        for &(rows, outputs) in cases(&shapes, &shapes[5..]) {
             let mut logits = super::rows(&mut rng, outputs);
             logits.iter_mut().flatten().for_each(|x| *x = rounded(dtype, f64::from(*x)));
             for bad in [f32::NAN, f32::INFINITY, f32::NEG_INFINITY] {

@@ -14,7 +14,11 @@ const PTX: [&[&str]; 2] =
 
 /// Kernels with instructions of one architecture alone: PTX would run nowhere else either.
 const HOPPER_KERNELS: &str = "src/candle/cuda/kernels/hopper";
-const HOPPER: [&[&str]; 1] = [&["90a.cubin", "-cubin", "-gencode=arch=compute_90a,code=sm_90a"]];
+const HOPPER: [&str; 2] = ["-cubin", "-gencode=arch=compute_90a,code=sm_90a"];
+
+/// What `product.cu` is compiled for, each in a file of its own.
+const OUTPUTS: [&str; 6] = ["Elements", "Floats", "Added", "Gated", "Greatest", "Summarized"];
+const TYPES: [&str; 2] = ["bf16", "f16"];
 
 fn main() {
     println!("cargo:rerun-if-changed=build.rs");
@@ -27,18 +31,13 @@ fn main() {
     }
     let nvcc = nvcc();
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo sets OUT_DIR"));
-    let running: Vec<_> = [(KERNELS, &PTX[..]), (HOPPER_KERNELS, &HOPPER)]
-        .into_iter()
-        .flat_map(|(folder, forms)| {
-            sources(folder).flat_map(|source| forms.iter().map(move |form| (source.clone(), form)))
-        })
-        .map(|(source, form)| {
-            let name = source.with_extension(form[0]);
+    let running: Vec<_> = jobs()
+        .map(|Job { source, name, arguments }| {
             let child = Command::new(&nvcc)
                 .args(["-O3", "-std=c++17"])
-                .args(&form[1..])
+                .args(arguments)
                 .arg("-o")
-                .args([&out.join(name.file_name().expect("a file has a name")), &source])
+                .args([&out.join(name), &source])
                 .spawn()
                 .unwrap_or_else(|error| {
                     panic!(
@@ -54,6 +53,46 @@ fn main() {
         let status = child.wait().expect("nvcc can be waited for");
         assert!(status.success(), "nvcc failed on {}: {status}", source.display());
     }
+}
+
+/// A file to be compiled, and the name of what it becomes.
+struct Job {
+    source: PathBuf,
+    name: String,
+    arguments: Vec<String>,
+}
+
+fn jobs() -> impl Iterator<Item = Job> {
+    let stem = |source: &Path| source.file_stem().expect("a file has a name").display().to_string();
+    let strings = |arguments: &[&str]| arguments.iter().map(|&x| x.to_owned()).collect();
+    let portable = sources(KERNELS).flat_map(move |source| {
+        PTX.map(|form| Job {
+            name: format!("{}.{}", stem(&source), form[0]),
+            source: source.clone(),
+            arguments: strings(&form[1..]),
+        })
+    });
+    let hopper = sources(HOPPER_KERNELS).flat_map(move |source| {
+        let name = stem(&source);
+        let job = |name: String, defined: Vec<String>| Job {
+            source: source.clone(),
+            name: format!("{name}.90a.cubin"),
+            arguments: [strings(&HOPPER), defined].concat(),
+        };
+        if name != "product" {
+            return vec![job(name, Vec::new())];
+        }
+        let each = OUTPUTS.iter().flat_map(|output| TYPES.map(|dtype| (output, dtype)));
+        each.map(|(output, dtype)| {
+            let defined = vec![
+                format!("-DPRODUCT_OUTPUT=Output::{output}"),
+                format!("-DPRODUCT_TYPE={dtype}"),
+            ];
+            job(format!("product_{}_{dtype}", output.to_lowercase()), defined)
+        })
+        .collect()
+    });
+    portable.chain(hopper)
 }
 
 fn sources(folder: &str) -> impl Iterator<Item = PathBuf> {

@@ -57,10 +57,8 @@ pub(super) struct Modules {
 /// Modules with instructions that other architectures lack.
 pub(super) struct HopperModules {
     pub(super) attention: Arc<CudaModule>,
-    pub(super) head_bf16: Arc<CudaModule>,
-    pub(super) head_f16: Arc<CudaModule>,
-    pub(super) product_bf16: Arc<CudaModule>,
-    pub(super) product_f16: Arc<CudaModule>,
+    /// By [`Output`](super::products::Output), in bf16 and in f16.
+    pub(super) products: [[Arc<CudaModule>; 2]; 6],
 }
 
 macro_rules! module {
@@ -74,10 +72,19 @@ macro_rules! module {
 }
 
 macro_rules! hopper_module {
-    ($context:expr, $name:literal) => {{
-        let code = include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".90a.cubin"));
+    ($context:expr, $($name:literal),+) => {{
+        let code = include_bytes!(concat!(env!("OUT_DIR"), "/", $($name,)+ ".90a.cubin"));
         $context.load_module(Ptx::from_binary(code.to_vec()))?
     }};
+}
+
+macro_rules! product_modules {
+    ($context:expr, $($output:literal),+) => {
+        [$([
+            hopper_module!($context, "product_", $output, "_bf16"),
+            hopper_module!($context, "product_", $output, "_f16"),
+        ]),+]
+    };
 }
 
 impl Gpu {
@@ -110,10 +117,15 @@ impl Gpu {
         let hopper = if kernels_for == (9, 0) {
             Some(HopperModules {
                 attention: hopper_module!(context, "attention"),
-                head_bf16: hopper_module!(context, "head_bf16"),
-                head_f16: hopper_module!(context, "head_f16"),
-                product_bf16: hopper_module!(context, "product_bf16"),
-                product_f16: hopper_module!(context, "product_f16"),
+                products: product_modules!(
+                    context,
+                    "elements",
+                    "floats",
+                    "added",
+                    "gated",
+                    "greatest",
+                    "summarized"
+                ),
             })
         } else {
             None

@@ -44,18 +44,13 @@ pub(super) struct Product {
 }
 
 impl Product {
-    /// Whether it is one that ends a pass, so that sums are looked at where they are whole.
-    pub(super) fn is_head(&self) -> bool {
-        matches!(self.output, Output::Greatest | Output::Summarized)
-    }
-
     /// Whether its sums are left as they are.
     fn is_f32(&self) -> bool {
         self.dtype == DType::F32 || !matches!(self.output, Output::Elements | Output::Gated)
     }
 }
 
-/// What becomes of a product's sums. The numbers are the kernel's.
+/// What becomes of a product's sums. The numbers are those of the modules with the kernels.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 pub(super) enum Output {
     /// `[rows, outputs]` of the product's type.
@@ -71,6 +66,13 @@ pub(super) enum Output {
     Greatest = 4,
     /// Floats, and the summaries that [`TopK`] selects from.
     Summarized = 5,
+}
+
+impl Output {
+    /// Whether it is found by looking at whole sums, so that blocks cannot share out the inputs.
+    pub(super) fn is_of_whole(self) -> bool {
+        matches!(self, Self::Greatest | Self::Summarized)
+    }
 }
 
 /// An [`Output`] and where it goes.

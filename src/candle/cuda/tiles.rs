@@ -59,12 +59,10 @@ impl Tiles {
     pub(super) fn ways(gpu: &Gpu, shape: &Product) -> Result<Vec<Self>> {
         let mut ways = Vec::new();
         let Some(modules) = &gpu.modules().hopper else { return Ok(ways) };
-        let head = shape.is_head();
-        let (kernel, module) = match (head, shape.dtype) {
-            (true, DType::BF16) => ("head", &modules.head_bf16),
-            (true, DType::F16) => ("head", &modules.head_f16),
-            (false, DType::BF16) => ("product", &modules.product_bf16),
-            (false, DType::F16) => ("product", &modules.product_f16),
+        let products = &modules.products[shape.output as usize];
+        let module = match shape.dtype {
+            DType::BF16 => &products[0],
+            DType::F16 => &products[1],
             _ => return Ok(ways),
         };
         let suits = shape.inputs.is_multiple_of(8) && shape.outputs.is_multiple_of(16);
@@ -76,12 +74,11 @@ impl Tiles {
             warpgroups.clone().map(|warpgroups| (*rows, warpgroups))
         });
         for (rows, warpgroups) in kernels {
-            let name = format!("{kernel}_{rows}_{warpgroups}_{}", shape.dtype.as_str());
-            let function = module.load_function(&name)?;
+            let function = module.load_function(&format!("product_{rows}_{warpgroups}"))?;
             allow_shared_memory(&function, memory)?;
             let row_tiles = shape.rows.div_ceil(rows);
             let tiles = shape.outputs.div_ceil(64 * warpgroups) * row_tiles;
-            let most = if head { 1 } else { MAX_SPLITS };
+            let most = if shape.output.is_of_whole() { 1 } else { MAX_SPLITS };
             for splits in 1..=most.min(columns) {
                 let depth = columns.div_ceil(splits);
                 let Some((stages, shared_bytes)) = stages(rows, warpgroups, splits, depth, memory)
@@ -117,9 +114,7 @@ impl Tiles {
         let Operands { y, summaries, .. } = operands;
         let sizes = [shape.rows, shape.inputs, shape.outputs, self.stages];
         let [rows, inputs, outputs, stages] = sizes.map(|size| size as i32);
-        let output = shape.output as i32;
-        // SAFETY: the types are the kernel's, of which those for heads alone have the last; whoever has the operands
-        // checked them against the shape.
+        // SAFETY: the types are the kernel's; whoever has the operands checked them against the shape.
         unsafe {
             gpu.launch_clusters(
                 &self.function,
@@ -130,7 +125,7 @@ impl Tiles {
                 ),
                 (threads(self.warpgroups), 1),
                 clusters(self.splits, self.shared_bytes),
-                parameters!(w, x, y, rows, inputs, outputs, stages, output, summaries),
+                parameters!(w, x, y, summaries, rows, inputs, outputs, stages),
             )
         }
     }

@@ -58,11 +58,20 @@ template <typename T, int N> struct Multiply;
 MULTIPLIES(bf16)
 MULTIPLIES(f16)
 
-// What becomes of the sums. GATED: outputs are eight gates, eight ups and so on; `y` is [rows, outputs / 2] of silu(gate) * up,
-// both rounded before as if they had been written. Of heads, which have no splits, GREATEST: `y` is [rows, blocks of outputs] of
-// the greatest packed sum; and SUMMARIZED_F32: AS_F32, and `summaries` is [rows, outputs / 64, rounded up] of theirs. They have
-// kernels of their own: what a kernel could do besides slows it.
-enum Output { AS_ELEMENTS, AS_F32, ADDED_TO_F32, GATED, GREATEST, SUMMARIZED_F32 };
+// What becomes of the sums.
+enum class Output {
+    // `y` is [rows, outputs] of elements, of f32, of f32 that are added to.
+    Elements,
+    Floats,
+    Added,
+    // Outputs are eight gates, eight ups and so on; `y` is [rows, outputs / 2] of silu(gate) * up, both rounded before as if
+    // they had been written.
+    Gated,
+    // Without splits: `y` is [rows, blocks of outputs] of the greatest packed sum.
+    Greatest,
+    // Without splits: floats, and `summaries` is [rows, outputs / 64, rounded up] of theirs.
+    Summarized,
+};
 static_assert(SUMMARIZED == 64, "those of a warpgroup");
 
 __device__ __forceinline__ float4 operator+(float4 a, float4 b) {
@@ -97,9 +106,11 @@ template <typename T> __device__ __forceinline__ void store(T *p, float4 x) { st
 // Shared memory: 1,024 bytes; `stages` tiles of `w` and `x`, in the place of which results are put together: if there are no
 // splits, [N, outputs of the block + 8] elements, else, if N > SENT_ROWS, [N, outputs + 4] sums; and then what other splits
 // send: [own pairs of rows, splits, outputs, 2] sums or, if N > SENT_ROWS, [splits - 1, own rows, outputs + 4].
-template <typename T, int N, int WARPGROUPS, bool HEAD>
+template <Output OUTPUT, typename T, int N, int WARPGROUPS>
 __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, float2 *summaries, int rows, int inputs,
-                        int outputs, int stages, int output) {
+                        int outputs, int stages) {
+    constexpr bool WHOLE = OUTPUT == Output::Greatest || OUTPUT == Output::Summarized;
+    constexpr bool ELEMENTS = OUTPUT == Output::Elements || OUTPUT == Output::Gated;
     constexpr int OUTPUTS = 64 * WARPGROUPS, UNITS = OUTPUTS / 2, STRIDE = OUTPUTS + 4, MAX_STAGES = 16;
     constexpr bool BY_THREADS = N <= SENT_ROWS;
     constexpr int W_BYTES = OUTPUTS * COLUMNS * sizeof(T), X_BYTES = N * COLUMNS * sizeof(T);
@@ -110,18 +121,17 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, flo
     auto x_tile = [&](int stage) { return w_tile(stage) + W_BYTES; };
 
     int warp = __shfl_sync(FULL_WARP, threadIdx.x / 32, 0), lane = threadIdx.x % 32;
-    int splits = HEAD ? 1 : gridDim.y, split = HEAD ? 0 : blockIdx.y, first_output = blockIdx.x * OUTPUTS;
+    int splits = WHOLE ? 1 : gridDim.y, split = WHOLE ? 0 : blockIdx.y, first_output = blockIdx.x * OUTPUTS;
     int all = (inputs + COLUMNS - 1) / COLUMNS;
     float per_split = inverse(splits);
     // What the first `split` splits have of `n`.
     auto share = [&](int n, int split) { return divided(n * split, per_split); };
     int begin = share(all, split), count = share(all, split + 1) - begin;
     int x_row = blockIdx.z * N;
-    bool is_f32 = HEAD || output == AS_F32 || output == ADDED_TO_F32;
     rows = min(rows - x_row, N);
-    size_t row_bytes = HEAD && output == GREATEST ? gridDim.x * sizeof(uint64_t)
-                       : output == GATED          ? outputs / 2 * sizeof(T)
-                                                  : outputs * (is_f32 ? sizeof(float) : sizeof(T));
+    size_t row_bytes = OUTPUT == Output::Greatest ? gridDim.x * sizeof(uint64_t)
+                       : OUTPUT == Output::Gated  ? outputs / 2 * sizeof(T)
+                                                  : outputs * (ELEMENTS ? sizeof(T) : sizeof(float));
     y = static_cast<char *>(y) + x_row * row_bytes;
 
     // Each split adds up some rows: pairs of rows in turn if threads send them, else rows that lie together.
@@ -219,19 +229,23 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, flo
         if (row >= rows || column >= outputs)
             return;
         size_t at = (size_t)row * outputs + column;
-        float *floats = static_cast<float *>(y) + at;
-        T *elements = static_cast<T *>(y);
-        if (!HEAD && output == ADDED_TO_F32) {
-            add_to(floats, first);
-            add_to(floats + 8, second);
-        } else if (HEAD || output == AS_F32) {
-            store(floats, first);
-            store(floats + 8, second);
-        } else if (output == AS_ELEMENTS) {
-            store(elements + at, first);
-            store(elements + at + 8, second);
+        if constexpr (ELEMENTS) {
+            T *elements = static_cast<T *>(y);
+            if constexpr (OUTPUT == Output::Elements) {
+                store(elements + at, first);
+                store(elements + at + 8, second);
+            } else {
+                store(elements + (at - place % 16) / 2 + place % 8, gated<T>(first, second));
+            }
         } else {
-            store(elements + (at - place % 16) / 2 + place % 8, gated<T>(first, second));
+            float *floats = static_cast<float *>(y) + at;
+            if constexpr (OUTPUT == Output::Added) {
+                add_to(floats, first);
+                add_to(floats + 8, second);
+            } else {
+                store(floats, first);
+                store(floats + 8, second);
+            }
         }
     };
     // Of two rows.
@@ -302,20 +316,20 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, flo
         cluster_wait();
         return;
     }
-    if (is_f32 && (!HEAD || output == SUMMARIZED_F32))
+    if constexpr (!ELEMENTS && OUTPUT != Output::Greatest)
 #pragma unroll
         for (int n = 0; n < N / 8; ++n)
             write_pair(sums(n), of_row(n, 0), first_place);
-    if (is_f32 && !HEAD)
+    if constexpr (!ELEMENTS && !WHOLE)
         return;
     // All warpgroups are done with the tiles, the place of which results take.
     warpgroups_meet();
-    if (HEAD) {
+    if constexpr (WHOLE) {
         constexpr int WARPS = 4 * WARPGROUPS;
         // The outputs of a warp exist or do not.
         int warp_output = first_output + warp * 16, first = warp_output + lane / 4;
         bool exist = warp_output < outputs;
-        if (output == GREATEST) {
+        if constexpr (OUTPUT == Output::Greatest) {
             uint64_t *found = reinterpret_cast<uint64_t *>(tiles);
 #pragma unroll
             for (int n = 0; n < N / 8; ++n)
@@ -363,7 +377,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, flo
         return;
     }
     // Elements, by rows. A gate and its up are sums of one thread.
-    bool pairs_up = output == GATED;
+    constexpr bool pairs_up = OUTPUT == Output::Gated;
     int tile_elements = pairs_up ? OUTPUTS / 2 : OUTPUTS, stride = tile_elements + 8;
     int first = pairs_up ? first_output / 2 : first_output, size = pairs_up ? outputs / 2 : outputs;
     T *elements = reinterpret_cast<T *>(tiles);
@@ -391,42 +405,3 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, flo
 
 // Blocks that registers have to suffice for: the next product's come in while this one's finish.
 constexpr int blocks_at_once(int n, int warpgroups) { return n * warpgroups > 272 ? 1 : warpgroups == 1 ? 4 : 2; }
-
-#define PRODUCT(T, N, WARPGROUPS)                                                                                      \
-    extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, blocks_at_once(N, WARPGROUPS))                 \
-        product_##N##_##WARPGROUPS##_##T(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x, \
-                                         void *y, int rows, int inputs, int outputs, int stages, int output) {         \
-        product<T, N, WARPGROUPS, false>(w, x, y, nullptr, rows, inputs, outputs, stages, output);                     \
-    }
-#define HEAD(T, N, WARPGROUPS)                                                                                         \
-    extern "C" __global__ void __launch_bounds__(128 * WARPGROUPS + 32, blocks_at_once(N, WARPGROUPS))                 \
-        head_##N##_##WARPGROUPS##_##T(const __grid_constant__ CUtensorMap w, const __grid_constant__ CUtensorMap x,    \
-                                      void *y, int rows, int inputs, int outputs, int stages, int output,              \
-                                      float2 *summaries) {                                                             \
-        product<T, N, WARPGROUPS, true>(w, x, y, summaries, rows, inputs, outputs, stages, output);                    \
-    }
-// `FOR` a type, rows and warpgroups of each kernel.
-#define KERNELS(FOR, T)                                                                                                \
-    FOR(T, 8, 1)                                                                                                       \
-    FOR(T, 8, 2)                                                                                                       \
-    FOR(T, 8, 3)                                                                                                       \
-    FOR(T, 16, 1)                                                                                                      \
-    FOR(T, 16, 2)                                                                                                      \
-    FOR(T, 16, 3)                                                                                                      \
-    FOR(T, 24, 1)                                                                                                      \
-    FOR(T, 24, 2)                                                                                                      \
-    FOR(T, 24, 3)                                                                                                      \
-    FOR(T, 40, 1)                                                                                                      \
-    FOR(T, 40, 2)                                                                                                      \
-    FOR(T, 40, 3)                                                                                                      \
-    FOR(T, 64, 1)                                                                                                      \
-    FOR(T, 64, 2)                                                                                                      \
-    FOR(T, 64, 3)                                                                                                      \
-    FOR(T, 72, 1)                                                                                                      \
-    FOR(T, 72, 2)                                                                                                      \
-    FOR(T, 72, 3)                                                                                                      \
-    FOR(T, 128, 2)                                                                                                     \
-    FOR(T, 128, 3)                                                                                                     \
-    FOR(T, 136, 2)                                                                                                     \
-    FOR(T, 136, 3)                                                                                                     \
-    FOR(T, 256, 2)

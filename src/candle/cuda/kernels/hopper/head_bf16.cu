@@ -1,3 +1,0 @@
-#include "product.cuh"
-
-KERNELS(HEAD, bf16)

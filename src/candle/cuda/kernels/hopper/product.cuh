@@ -7,6 +7,8 @@
 // leave the GPU idle is read by several blocks, for N rows each.
 //
 // The weight's first tiles are asked for before the kernels ahead are done.
+//
+// Loops that nothing waits for are not unrolled: kernels that follow each other share the cache of instructions.
 #pragma once
 
 #include "../keys.cuh"
@@ -140,6 +142,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, flo
     int own = BY_THREADS ? divided(pairs + splits - 1 - split, per_split) : share(rows, split + 1) - first_own;
 
     if (threadIdx.x == 0) {
+#pragma unroll 1
         for (int stage = 0; stage < stages; ++stage) {
             barrier_init(&full[stage], 1);
             barrier_init(&empty[stage], WARPGROUPS);
@@ -165,9 +168,11 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, flo
                 copy_tile(x_tile(stage), &x, &full[stage], (begin + i) * COLUMNS, x_row, READ_AGAIN);
             };
             int ahead = min(stages, count);
+#pragma unroll 1
             for (int i = 0; i < ahead; ++i)
                 ask_w(i, i);
             await_inputs();
+#pragma unroll 1
             for (int i = 0; i < ahead; ++i)
                 ask_x(i, i);
             int stage = 0, parity = 0;

@@ -8,7 +8,8 @@
 //
 // The weight's first tiles are asked for before the kernels ahead are done.
 //
-// Loops that nothing waits for are not unrolled: kernels that follow each other share the cache of instructions.
+// Loops that nothing waits for are not unrolled: kernels that follow each other share the cache of instructions. For eight
+// rows that was measured to be slower where weights are large.
 #pragma once
 
 #include "../keys.cuh"
@@ -111,6 +112,8 @@ template <typename T> __device__ __forceinline__ void store(T *p, float4 x) { st
 template <Output OUTPUT, typename T, int N, int WARPGROUPS>
 __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, float2 *summaries, int rows, int inputs,
                         int outputs, int stages) {
+    // How far such loops are unrolled.
+    constexpr int ONCE = N > 8 ? 1 : 4;
     constexpr bool WHOLE = OUTPUT == Output::Greatest || OUTPUT == Output::Summarized;
     constexpr bool ELEMENTS = OUTPUT == Output::Elements || OUTPUT == Output::Gated;
     constexpr int OUTPUTS = 64 * WARPGROUPS, UNITS = OUTPUTS / 2, STRIDE = OUTPUTS + 4, MAX_STAGES = 16;
@@ -142,7 +145,7 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, flo
     int own = BY_THREADS ? divided(pairs + splits - 1 - split, per_split) : share(rows, split + 1) - first_own;
 
     if (threadIdx.x == 0) {
-#pragma unroll 1
+#pragma unroll(ONCE)
         for (int stage = 0; stage < stages; ++stage) {
             barrier_init(&full[stage], 1);
             barrier_init(&empty[stage], WARPGROUPS);
@@ -168,11 +171,11 @@ __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, flo
                 copy_tile(x_tile(stage), &x, &full[stage], (begin + i) * COLUMNS, x_row, READ_AGAIN);
             };
             int ahead = min(stages, count);
-#pragma unroll 1
+#pragma unroll(ONCE)
             for (int i = 0; i < ahead; ++i)
                 ask_w(i, i);
             await_inputs();
-#pragma unroll 1
+#pragma unroll(ONCE)
             for (int i = 0; i < ahead; ++i)
                 ask_x(i, i);
             int stage = 0, parity = 0;

@@ -265,7 +265,7 @@ pub mod boundary {
     ) -> i32 {
         let fill = |s: &mut DdtreeSession| {
             let plan = s.session.commit()?;
-            let (n, start, slots) = (plan.slots().len(), plan.start(), plan.slots().as_ptr());
+            let (n, start, slots) = (plan.path().len(), plan.start(), plan.path().as_ptr());
             // SAFETY: room for one commit.
             unsafe { commit.write(DdtreeCommit { n, start, slots }) };
             Ok(())

@@ -51,7 +51,7 @@ impl Verifier for Reciter {
     }
     // Keep the rows of the accepted slots, in this order, and forget the others.
     fn commit(&mut self, plan: &CommitPlan) -> Result<(), Infallible> {
-        self.cache.extend(plan.slots().iter().map(|&slot| self.verified[slot as usize]));
+        self.cache.extend(plan.path().iter().map(|&slot| self.verified[slot as usize]));
         Ok(())
     }
 }

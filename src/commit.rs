@@ -19,7 +19,7 @@ use crate::Acceptance;
 ///
 /// let mut plan = CommitPlan::new();
 /// plan.set(100, &outcome);
-/// assert_eq!(plan.slots(), [0, 2, 3]);
+/// assert_eq!(plan.path(), [0, 2, 3]);
 /// assert_eq!(plan.new_len(), 103);
 /// assert!(!plan.is_prefix());
 /// // Rows 102 and 103 move down by one; row 100, the root's, stays.
@@ -29,7 +29,7 @@ use crate::Acceptance;
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct CommitPlan {
     start: usize,
-    slots: Vec<u32>,
+    path: Vec<u32>,
 }
 
 impl CommitPlan {
@@ -40,15 +40,15 @@ impl CommitPlan {
 
     /// Makes room for paths of `depth` nodes; none if memory does not hold them.
     pub fn reserve(&mut self, depth: usize) {
-        reserve(&mut self.slots, depth.saturating_add(1));
+        reserve(&mut self.path, depth.saturating_add(1));
     }
 
     /// Replaces the plan by the one for an outcome of a round whose root was
     /// verified at KV row `start`, the number of rows committed before.
     pub fn set(&mut self, start: usize, outcome: &Acceptance) {
         self.start = start;
-        self.slots.clear();
-        self.slots.extend_from_slice(outcome.path());
+        self.path.clear();
+        self.path.extend_from_slice(outcome.path());
     }
 
     /// KV row of the root: the number of rows committed before the round.
@@ -56,21 +56,21 @@ impl CommitPlan {
         self.start
     }
 
-    /// Accepted slots, root first, ascending.
-    pub fn slots(&self) -> &[u32] {
-        &self.slots
+    /// The accepted path: slots, root first, ascending.
+    pub fn path(&self) -> &[u32] {
+        &self.path
     }
 
     /// Number of rows committed after the round. Rows saturate where no cache could
     /// have as many, here and in [`moves`](Self::moves).
     pub fn new_len(&self) -> usize {
-        self.start.saturating_add(self.slots.len())
+        self.start.saturating_add(self.path.len())
     }
 
     /// Whether the accepted slots are the first ones, so that no row has to
     /// move and dropping the rows from [`new_len`](Self::new_len) on is all.
     pub fn is_prefix(&self) -> bool {
-        self.slots.last().is_none_or(|&last| last as usize + 1 == self.slots.len())
+        self.path.last().is_none_or(|&last| last as usize + 1 == self.path.len())
     }
 
     /// Row moves `(from, to)`, ascending in both. `to` is always below `from`
@@ -78,7 +78,7 @@ impl CommitPlan {
     /// buffer never overwrites a row that is still needed. Rows that stay are
     /// left out.
     pub fn moves(&self) -> impl Iterator<Item = (usize, usize)> + '_ {
-        let rows = self.slots.iter().enumerate();
+        let rows = self.path.iter().enumerate();
         rows.filter(|&(to, &from)| to != from as usize)
             .map(|(to, &from)| (self.row(from as usize), self.row(to)))
     }

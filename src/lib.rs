@@ -24,7 +24,7 @@
 //!
 //! let mut plan = CommitPlan::new();
 //! plan.set(100, &outcome); // 100 rows were committed before
-//! assert_eq!(plan.slots(), [0, 1, 3]); // the KV rows to keep, in this order
+//! assert_eq!(plan.path(), [0, 1, 3]); // the KV rows to keep, in this order
 //! # Ok::<(), ddtree::Error>(())
 //! ```
 //!

@@ -303,7 +303,7 @@ impl Verifier for Toy {
     fn commit(&mut self, plan: &CommitPlan) -> Result<Self::Features, Injected> {
         self.fails(Stage::Commit)?;
         let base = self.verified.take().expect("a verification comes first");
-        let slots: Vec<usize> = plan.slots().iter().map(|&slot| slot as usize).collect();
+        let slots: Vec<usize> = plan.path().iter().map(|&slot| slot as usize).collect();
         let count = slots.len();
         let last = slots[count - 1];
         let wraps = self.has(Fault::CommitsSlotsModulo64);

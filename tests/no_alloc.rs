@@ -260,7 +260,7 @@ fn parts_that_are_reused_allocate_nothing() {
         plan.set(start, &outcome);
         std::hint::black_box(plan.moves().count());
         states.set(&tree);
-        states.accept(plan.slots()).unwrap();
+        states.accept(plan.path()).unwrap();
         chain::build(&proposal, HORIZON, &mut tree);
         outcome.accepted()
     };
@@ -310,7 +310,7 @@ fn room_made_ahead_saves_the_first_round_its_allocations() {
             walk(&tree, &picks, &mut outcome).unwrap();
             plan.set(9, &outcome);
             states.set(&tree);
-            states.accept(plan.slots()).unwrap();
+            states.accept(plan.path()).unwrap();
         }
     });
     assert_eq!(first, 0);

@@ -207,7 +207,7 @@ impl Verifier for Target {
     }
 
     fn commit(&mut self, plan: &CommitPlan) -> Result<(), Error> {
-        self.plan.accept(plan.slots())?;
+        self.plan.accept(plan.path())?;
         if self.recurrence == Recurrence::Sequential {
             for &token in self.plan.replay() {
                 self.committed.push(token);

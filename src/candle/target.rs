@@ -160,12 +160,12 @@ impl Verifier for CandleTarget {
             .verified
             .take()
             .ok_or_else(|| Error::argument("plan", "no verification", "a commit after verify"))?;
-        if let Some(slot) = plan.slots().iter().find(|&&slot| slot as usize >= verified.slots) {
+        if let Some(slot) = plan.path().iter().find(|&&slot| slot as usize >= verified.slots) {
             let accepted = format!("slots below {}", verified.slots);
             return Err(Error::argument("plan", slot, accepted));
         }
-        let taps = verified.taps.select(plan.slots())?;
-        self.cache.commit(plan.start(), plan.slots())?;
+        let taps = verified.taps.select(plan.path())?;
+        self.cache.commit(plan.start(), plan.path())?;
         Ok(taps)
     }
 }

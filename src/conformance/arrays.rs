@@ -143,7 +143,7 @@ pub fn siblings(tokens: &[u32], parents: &[i32]) -> Result<(), Failure> {
 /// ```
 pub fn compaction(plan: &CommitPlan, row_at: impl Fn(usize) -> usize) -> Result<(), Failure> {
     for row in 0..plan.new_len() {
-        let slot = row.checked_sub(plan.start()).map(|step| plan.slots()[step] as usize);
+        let slot = row.checked_sub(plan.start()).map(|step| plan.path()[step] as usize);
         let expected = slot.map_or(row, |slot| plan.start().saturating_add(slot));
         let found = row_at(row);
         if found != expected {

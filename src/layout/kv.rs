@@ -173,7 +173,7 @@ pub fn write_moves(
 ) -> Result<usize, Error> {
     let needed = plan.moves().count();
     room(out.len(), needed)?;
-    let slots = plan.slots().last().map_or(0, |&last| last as usize + 1);
+    let slots = plan.path().last().map_or(0, |&last| last as usize + 1);
     map.check(plan.start(), slots)?;
     for ((from, to), out) in plan.moves().zip(out) {
         *out = (map.place(from)?, map.place(to)?);

@@ -310,12 +310,12 @@ impl Verifier for Target {
 
     fn commit(&mut self, plan: &CommitPlan) -> Result<Vec<Row>, Fault> {
         assert_eq!(plan.start(), self.committed);
-        assert_eq!(plan.slots().first(), Some(&0), "the root's row is always committed");
-        assert!(plan.slots().is_sorted_by(|a, b| a < b));
-        assert!(plan.slots().iter().all(|&slot| (slot as usize) < self.verified));
+        assert_eq!(plan.path().first(), Some(&0), "the root's row is always committed");
+        assert!(plan.path().is_sorted_by(|a, b| a < b));
+        assert!(plan.path().iter().all(|&slot| (slot as usize) < self.verified));
         assert_eq!(plan.is_prefix(), plan.moves().next().is_none());
         let features: Vec<Row> =
-            plan.slots().iter().map(|&slot| self.cache[self.committed + slot as usize]).collect();
+            plan.path().iter().map(|&slot| self.cache[self.committed + slot as usize]).collect();
         let fails = self.faults.strike(Call::Commit);
         for (from, to) in plan.moves() {
             self.cache[to] = self.cache[from];

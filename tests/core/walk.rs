@@ -132,14 +132,14 @@ proptest! {
             rows[to] = rows[from];
             last_to = to;
         }
-        let gathered = plan.slots().iter().map(|&slot| before[start + slot as usize]);
+        let gathered = plan.path().iter().map(|&slot| before[start + slot as usize]);
         let wanted: Vec<usize> = (0..start).chain(gathered).collect();
         prop_assert_eq!(&rows[..plan.new_len()], &wanted[..]);
         let prefix = outcome.path().iter().zip(0..).all(|(&slot, index)| slot == index);
         prop_assert_eq!(plan.is_prefix(), prefix);
         // The bonus has neither a row nor features.
         prop_assert_eq!(plan.new_len(), start + outcome.tokens().len());
-        prop_assert_eq!(plan.slots().len(), outcome.accepted() + 1);
+        prop_assert_eq!(plan.path().len(), outcome.accepted() + 1);
     }
 
     // Positions taken from slots: loops, and trees slower than chains.

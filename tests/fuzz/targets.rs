@@ -278,10 +278,10 @@ fn check_moves(map: &impl RowMap, tree: &DraftTree, plan: &CommitPlan, places: u
     }
     let mut storage = vec![usize::MAX; places];
     written.iter().enumerate().for_each(|(slot, &place)| storage[place as usize] = slot);
-    let mut moves = vec![(0, 0); plan.slots().len()];
+    let mut moves = vec![(0, 0); plan.path().len()];
     let count = kv::write_moves(plan, map, &mut moves).expect("rows that were written");
     moves[..count].iter().for_each(|&(from, to)| storage[to] = storage[from]);
-    for (step, &slot) in plan.slots().iter().enumerate() {
+    for (step, &slot) in plan.path().iter().enumerate() {
         let place = map.place(plan.start() + step).expect("a row that was written");
         assert_eq!(storage[place], slot as usize);
     }

@@ -106,7 +106,7 @@ fn mixed_rounds(
         verify(target, &tree);
         let plan = plan(text.len(), &tree, slot);
         target.commit(&plan).unwrap();
-        text.extend(plan.slots().iter().map(|&slot| tree.tokens()[slot as usize]));
+        text.extend(plan.path().iter().map(|&slot| tree.tokens()[slot as usize]));
         check(round, target, &text);
     }
 }

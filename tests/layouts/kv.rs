@@ -50,12 +50,12 @@ fn decode(
 
         walk(&tree, &random_picks(&tree, rng), &mut outcome).unwrap();
         plan.set(start, &outcome);
-        let mut moves = vec![(0, 0); plan.slots().len()];
+        let mut moves = vec![(0, 0); plan.path().len()];
         let count = kv::write_moves(&plan, map, &mut moves).unwrap();
         for &(from, to) in &moves[..count] {
             storage[to] = storage[from];
         }
-        for (step, &slot) in plan.slots().iter().enumerate() {
+        for (step, &slot) in plan.path().iter().enumerate() {
             plain.push((tree.tokens()[slot as usize], start + step));
         }
         held(&storage, &plain, plain.len());

@@ -152,7 +152,7 @@ impl Verifier for Target {
 
     fn commit(&mut self, plan: &CommitPlan) -> Result<(), Error> {
         assert_eq!(plan.start(), self.start);
-        self.committed.extend(plan.slots().iter().map(|&slot| self.verified[slot as usize]));
+        self.committed.extend(plan.path().iter().map(|&slot| self.verified[slot as usize]));
         Ok(())
     }
 }

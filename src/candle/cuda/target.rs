@@ -565,19 +565,19 @@ impl Verifier for CudaTarget {
     }
 
     fn commit(&mut self, plan: &CommitPlan) -> Result<CudaTaps> {
-        self.check_start(plan.start(), plan.slots().len())?;
+        self.check_start(plan.start(), plan.path().len())?;
         // Taken out: if rows have begun to move, the round has to be verified again.
         let slots = self
             .verified
             .take()
             .ok_or_else(|| Error::argument("plan", "no verification", "a commit after verify"))?;
-        if let Some(slot) = plan.slots().iter().find(|&&slot| slot as usize >= slots) {
+        if let Some(slot) = plan.path().iter().find(|&&slot| slot as usize >= slots) {
             return Err(Error::argument("plan", slot, format!("slots below {slots}")));
         }
         if !plan.is_prefix() {
-            self.stack.compact(plan.start(), &Path::new(plan.slots()))?;
+            self.stack.compact(plan.start(), &Path::new(plan.path()))?;
         }
-        let taps = self.take_taps(plan.slots())?;
+        let taps = self.take_taps(plan.path())?;
         self.committed = plan.new_len();
         Ok(taps)
     }

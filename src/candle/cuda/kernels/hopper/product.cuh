@@ -112,7 +112,7 @@ template <typename T> __device__ __forceinline__ void store(T *p, float4 x) { st
 template <Output OUTPUT, typename T, int N, int WARPGROUPS>
 __device__ void product(const CUtensorMap &w, const CUtensorMap &x, void *y, float2 *summaries, int rows, int inputs,
                         int outputs, int stages) {
-    // How far such loops are unrolled.
+    // How far loops are unrolled that run once and that nothing waits for.
     constexpr int ONCE = N > 8 ? 1 : 4;
     constexpr bool WHOLE = OUTPUT == Output::Greatest || OUTPUT == Output::Summarized;
     constexpr bool ELEMENTS = OUTPUT == Output::Elements || OUTPUT == Output::Gated;

@@ -108,12 +108,14 @@
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod algorithm;
+mod capabilities;
 mod commit;
 mod config;
 mod decode;
 mod drafter;
 mod error;
 mod mask;
+mod picks;
 mod plan;
 mod proposal;
 mod session;
@@ -135,12 +137,14 @@ pub mod tree;
 pub mod candle;
 
 pub use algorithm::Algorithm;
+pub use capabilities::{Attention, Capabilities, MaskForm, Recurrence};
 pub use commit::CommitPlan;
 pub use config::{Config, Request};
 pub use decode::{DecodeError, Decoder, Engine, ErrorOf, Generated, Joint};
 pub use drafter::{Committed, Drafter, NoDrafter, ProposalRequest};
 pub use error::Error;
 pub use mask::AncestorMask;
+pub use picks::{NoiseKey, Picks};
 pub use plan::{Plan, Reason};
 pub use proposal::Proposal;
 pub use sample::{Constraint, PickRule, Picker, Sampling, TokenPath};
@@ -149,9 +153,7 @@ pub use state::StatePlan;
 pub use stats::{RoundStats, RoundTrace, RunStats, ShadowStats, Stage};
 pub use top_k::TopK;
 pub use tree::{BestFirst, DraftTree, Expand, Filter, TreeSettings};
-pub use verifier::{
-    Attention, Capabilities, MaskForm, NoiseKey, Picks, Prefill, Recurrence, Round, Verifier,
-};
+pub use verifier::{Prefill, Round, Verifier};
 pub use walk::{Acceptance, walk};
 
 /// The README's examples, run as tests.

@@ -4,9 +4,9 @@ use crate::{
     Acceptance, Algorithm, AncestorMask, BestFirst, CommitPlan, Committed, Constraint, DraftTree,
     Error, Filter, PickRule, Picks, Plan, Prefill, Proposal, ProposalRequest, Reason, Request,
     Round, RoundStats, RoundTrace, RunStats, Stage, TreeSettings,
+    picks::{PickContext, leads_to},
     sample::{Coupling, Sampler},
     tree::chain,
-    verifier::{PickContext, leads_to},
     walk,
 };
 

@@ -5,7 +5,7 @@ use super::{Finding, Kit};
 use crate::{
     Acceptance, AncestorMask, Attention, Capabilities, CommitPlan, Constraint, DraftTree, MaskForm,
     PickRule, Picks, Prefill, Recurrence, Round, Sampling, Stage, TokenPath, Verifier,
-    sample::Sampler, verifier::PickContext,
+    picks::PickContext, sample::Sampler,
 };
 
 /// What checks return on the way.

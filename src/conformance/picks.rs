@@ -1,7 +1,7 @@
 use super::lab::{asking, round};
 use crate::{
-    AncestorMask, DraftTree, Error, PickRule, Picks, Prefill, Sampling, Verifier, sample::Sampler,
-    verifier::leads_to,
+    AncestorMask, DraftTree, Error, PickRule, Picks, Prefill, Sampling, Verifier, picks::leads_to,
+    sample::Sampler,
 };
 
 /// What [`check_picks`] finds.

@@ -63,3 +63,53 @@ impl<'a> TextStream<'a> {
         text.map_err(|error| anyhow!("cannot turn tokens into text: {error}"))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::Path;
+
+    use super::*;
+
+    fn text() -> Text {
+        let tiny = concat!(env!("CARGO_MANIFEST_DIR"), "/examples/models/tiny-qwen3/target");
+        Text::load(Path::new(tiny)).unwrap()
+    }
+
+    fn tokens(text: &Text, of: &str) -> Vec<u32> {
+        text.tokenizer.encode(of, false).unwrap().get_ids().to_vec()
+    }
+
+    #[test]
+    fn pieces_are_the_text_and_hold_whole_characters() {
+        let text = text();
+        for whole in
+            ["def add(a, b):\n    return a", "na\u{ef}ve \u{6f22}\u{5b57} \u{1f642}\u{1f642}!"]
+        {
+            let ids = tokens(&text, whole);
+            for at_once in [1, 2, 5] {
+                let mut stream = TextStream::new(&text);
+                let pieces: Vec<_> =
+                    ids.chunks(at_once).map(|ids| stream.push(ids).unwrap()).collect();
+                assert!(pieces.iter().all(|piece| !piece.contains('\u{fffd}')), "{pieces:?}");
+                assert_eq!(pieces.concat() + &stream.rest().unwrap(), whole);
+            }
+        }
+    }
+
+    #[test]
+    fn what_never_becomes_a_character_is_not_waited_for() {
+        let text = text();
+        let smile = tokens(&text, "\u{1f642}");
+        assert!(smile.len() > 1, "the tokenizer has no token for it: {smile:?}");
+        let mut stream = TextStream::new(&text);
+        let begun = [smile[0]; LONGEST_WAIT];
+        assert_eq!(stream.push(&begun[1..]).unwrap(), "");
+        assert!(stream.push(&begun[..1]).unwrap().contains('\u{fffd}'));
+        // The text goes on as if nothing had been.
+        let after = tokens(&text, "x = 1");
+        assert_eq!(stream.push(&after).unwrap() + &stream.rest().unwrap(), "x = 1");
+        // What is left at the end is given out as it is.
+        stream.push(&smile[..1]).unwrap();
+        assert_eq!(stream.rest().unwrap(), "\u{fffd}");
+    }
+}

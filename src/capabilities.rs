@@ -15,7 +15,7 @@ use crate::PickRule;
 #[non_exhaustive]
 pub struct Capabilities {
     /// Number of token ids; every id is below it. At most `u32::MAX`, which stands
-    /// for [no pick](Picks::SKIPPED).
+    /// for [no pick](crate::Picks::SKIPPED).
     pub vocab_size: usize,
     /// KV rows at most: the committed ones and those of the round in progress.
     pub max_len: usize,
@@ -67,9 +67,10 @@ pub enum Attention {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum MaskForm {
-    /// The links of the [`DraftTree`] are enough; no mask is built.
+    /// The links of the [`DraftTree`](crate::DraftTree) are enough; no mask is built.
     Links,
-    /// An [`AncestorMask`], from which [`layout`](crate::layout) writes others.
+    /// An [`AncestorMask`](crate::AncestorMask), from which [`layout`](crate::layout)
+    /// writes others.
     Bits,
 }
 

@@ -104,7 +104,7 @@ impl<'a> Picks<'a> {
     }
 
     /// What picks have to honour. Token ids may be handed over if this is not
-    /// above the verifier's [`device_picks`](Capabilities::device_picks).
+    /// above the verifier's [`device_picks`](crate::Capabilities::device_picks).
     pub fn rule(&self) -> PickRule {
         let context = self.context.as_ref();
         context.map_or(PickRule::Argmax, |context| context.sampler.rule().max(context.at_least))

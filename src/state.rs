@@ -131,7 +131,7 @@ impl StatePlan {
     }
 
     /// Takes note of the accepted slots, root first, as in
-    /// [`CommitPlan::slots`](crate::CommitPlan::slots).
+    /// [`CommitPlan::path`](crate::CommitPlan::path).
     ///
     /// # Errors
     ///

@@ -54,7 +54,7 @@ impl<'a> Round<'a> {
     }
 
     /// The tree's mask. `None` if the tree is a chain, where causal attention
-    /// is the same, or the verifier reads [`MaskForm::Links`].
+    /// is the same, or the verifier reads [`MaskForm::Links`](crate::MaskForm::Links).
     pub fn mask(&self) -> Option<&'a AncestorMask> {
         self.mask
     }
@@ -195,7 +195,7 @@ pub trait Verifier {
     fn verify(&mut self, round: &Round<'_>, picks: &mut Picks<'_>) -> Result<(), Self::Error>;
 
     /// Commits the accepted rows of the last verification and returns their
-    /// features, root first, one row for each of [`CommitPlan::slots`].
+    /// features, root first, one row for each of [`CommitPlan::path`].
     ///
     /// # Errors
     ///

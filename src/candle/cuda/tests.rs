@@ -209,9 +209,14 @@ fn assert_best((ids, log_probs): (&[u32], &[f32]), logits: &[f32], k: usize, wha
     let sum = top_k::log_sum_exp(logits).unwrap();
     for (&id, &found) in order.iter().zip(log_probs) {
         let expected = (f64::from(logits[id as usize]) - sum) as f32;
-        let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
-        assert!(near || found == expected, "{what}: {found} for {expected}");
+        assert_near(found, expected, what);
     }
+}
+
+/// Whether a log-probability is that of the host, but for rounding.
+fn assert_near(found: f32, expected: f32, what: &str) {
+    let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
+    assert!(near || found == expected, "{what}: {found} for {expected}");
 }
 
 /// Parents of a random tree of `n` slots.

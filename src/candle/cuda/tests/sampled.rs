@@ -8,7 +8,7 @@ use rand::{Rng, SeedableRng, rngs::StdRng};
 
 use super::super::draw::{Couple, Draw};
 use super::super::kernels::{Argmax, Inputs, TopK};
-use super::{TINY, gpu, microseconds, pair, random, rows, tiny};
+use super::{TINY, assert_near, gpu, microseconds, pair, random, rows, tiny};
 use crate::candle::{CandleTarget, DecoderModel};
 use crate::sample::Sampler;
 use crate::{
@@ -136,9 +136,8 @@ fn coupled_lists_are_those_of_noisy_scores() {
                 let what = format!("{size} at {temperature}, row {depth}");
                 let (ids, log_probs) = top_k.row(depth, k);
                 assert_eq!(ids, tokens, "{what}");
-                for (found, expected) in log_probs.iter().zip(expected) {
-                    let near = (found - expected).abs() <= 2e-5 * expected.abs().max(1.0);
-                    assert!(near || *found == expected, "{what}: {found} for {expected}");
+                for (&found, expected) in log_probs.iter().zip(expected) {
+                    assert_near(found, expected, &what);
                 }
             }
         }

@@ -142,5 +142,5 @@ fn shared_bytes(
     let rows = warpgroups * ROWS;
     let sent = (rows / 16).div_ceil(splits) * splits * 16;
     2 * head_dim * (2 * stages * KEYS + rows + sent)
-        + 8 * (sent + (rows + 1) * mask_words + 3 * stages + 1)
+        + 8 * (sent + (rows + 1) * (mask_words + 1) + 3 * stages + 1)
 }

@@ -13,8 +13,22 @@
 // Warps of a block: as many as let two blocks have the registers of a multiprocessor.
 template <int D> constexpr int WARPS = D <= 128 ? 6 : 4;
 constexpr int MAX_SPLITS = 8;
+// Keys that masks are taken for at a time.
+constexpr int UNIT = 32;
 // Rows of keys and values in shared memory start 16 bytes apart modulo 128: no bank conflicts.
 template <int D> constexpr int STRIDE = D + 8;
+
+// The bits of a mask row for the UNIT keys from row `first` of the pass on. Rows before the pass are committed: all see
+// them.
+__device__ __forceinline__ uint32_t unit_mask(const uint64_t *row, int words, int first) {
+    if (first < 0)
+        return (uint32_t)row[0] << -first | ((1u << -first) - 1);
+    int word = first / 64, bit = first % 64;
+    uint64_t bits = word < words ? row[word] >> bit : 0;
+    if (bit > 32 && word + 1 < words)
+        bits |= row[word + 1] << (64 - bit);
+    return (uint32_t)bits;
+}
 
 // Copies 16 bytes to shared memory in the background, or zeroes them.
 __device__ __forceinline__ void copy_async(unsigned to, const void *from, bool valid) {

@@ -3,8 +3,6 @@
 
 #include "common.cuh"
 
-// Keys that masks are taken for at a time.
-constexpr int UNIT = 32;
 // How far the exponent of a weight may exceed that of the greatest when sums were last scaled: f16 holds 2^SLACK.
 constexpr float SLACK = 8.0f;
 
@@ -31,23 +29,11 @@ __device__ __forceinline__ float quad_sum(float x) {
     return x + __shfl_xor_sync(FULL_WARP, x, 2);
 }
 
-// The bits of a mask row for the UNIT keys from row `first` of the pass on. Rows before the pass are committed: all see
-// them.
-__device__ __forceinline__ uint32_t unit_mask(const uint64_t *row, int words, int first) {
-    if (first < 0)
-        return (uint32_t)row[0] << -first | ((1u << -first) - 1);
-    int word = first / 64, bit = first % 64;
-    uint64_t bits = word < words ? row[word] >> bit : 0;
-    if (bit > 32 && word + 1 < words)
-        bits |= row[word + 1] << (64 - bit);
-    return (uint32_t)bits;
-}
-
-// Hides what is not seen of a warp's scores for UNIT keys: row g = lane / 4 has s[n][0..2], row g + 8 s[n][2..4], for
+// Hides what is not seen of a warp's scores for 8 N keys: row g = lane / 4 has s[n][0..2], row g + 8 s[n][2..4], for
 // keys 8 n + lane % 4 * 2 and the one after. Bits 0 and 1 of `seen` are those keys' for n = 0.
-__device__ __forceinline__ void hide(float (*s)[4], const uint32_t (&seen)[2]) {
+template <int N, typename Bits> __device__ __forceinline__ void hide(float (&s)[N][4], const Bits (&seen)[2]) {
 #pragma unroll
-    for (int n = 0; n < UNIT / 8; ++n)
+    for (int n = 0; n < N; ++n)
 #pragma unroll
         for (int c = 0; c < 4; ++c)
             if (!(seen[c / 2] >> (8 * n + c % 2) & 1))

@@ -86,7 +86,9 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
     float2 *norms = reinterpret_cast<float2 *>(pieces + most16 * splits * PIECES * 32);
     uint64_t *masks = reinterpret_cast<uint64_t *>(norms + most16 * splits * 16);
     int first_slot = divided(first_row, inverse_group), end_slot = divided(first_row + rows - 1, inverse_group) + 1;
-    uint64_t *landed = masks + (warpgroups * ROWS + 1) * mask_words, *freed = landed + 2 * stages;
+    // Masks are moved so that a row has a word for each tile of keys from the pass's first row on.
+    int words = mask_words + 1, pass_tile = before / KEYS, offset = before % KEYS;
+    uint64_t *landed = masks + (warpgroups * ROWS + 1) * words, *freed = landed + 2 * stages;
     uint64_t *sent = freed + stages;
 
     // Keys and values of this split.
@@ -120,8 +122,14 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
         barrier_expect(sent, own16 * splits * (PIECES * 512 + 16 * sizeof(float2)));
     }
     cluster_arrive();
-    for (int i = threadIdx.x; i < (end_slot - first_slot) * mask_words; i += blockDim.x)
-        masks[i] = mask[first_slot * mask_words + i];
+    // Rows before the pass are committed: all see them.
+    float inverse_words = inverse(words);
+    for (int i = threadIdx.x; i < (end_slot - first_slot) * words; i += blockDim.x) {
+        int slot = divided(i, inverse_words), word = i - slot * words;
+        const uint64_t *row = mask + (first_slot + slot) * mask_words + word;
+        uint64_t low = word > 0 ? row[-1] : ~0ull, high = word < mask_words ? row[0] : 0;
+        masks[i] = offset > 0 ? high << offset | low >> (KEYS - offset) : high;
+    }
     __syncthreads();
     cluster_wait();
     await_inputs();
@@ -169,7 +177,7 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
     const uint64_t *seen_by[2];
     for (int i = 0; i < 2; ++i) {
         int row = first_row + min(place16 * 16 + g + 8 * i, rows - 1);
-        seen_by[i] = masks + (divided(row, inverse_group) - first_slot) * mask_words;
+        seen_by[i] = masks + (divided(row, inverse_group) - first_slot) * words;
     }
     float s[KEYS / 8][4], o[D / 8][4] = {};
     unsigned p[KEYS / 16][4];
@@ -207,15 +215,13 @@ __device__ void attend(const CUtensorMap &k_cache, const CUtensorMap &v_cache, c
     // Turns scores into weights. Returns whether sums have to be scaled by `keep`.
     auto weigh = [&](int tile, float(&keep)[2]) {
         hold(s);
-        int at = (first + tile) * KEYS - before;
-        if (at + KEYS > 0)
-#pragma unroll
-            for (int unit = 0; unit < KEYS / UNIT; ++unit, at += UNIT) {
-                uint32_t seen[2];
-                for (int i = 0; i < 2; ++i)
-                    seen[i] = (at <= -UNIT ? ~0u : unit_mask(seen_by[i], mask_words, at)) >> 2 * t;
-                hide(s + unit * (UNIT / 8), seen);
-            }
+        int word = first + tile - pass_tile;
+        if (word >= 0) {
+            uint64_t seen[2];
+            for (int i = 0; i < 2; ++i)
+                seen[i] = seen_by[i][word] >> 2 * t;
+            hide(s, seen);
+        }
         bool grown = weights.raise(s, keep);
         weights.weigh<KEYS / 8>(s);
         return grown;

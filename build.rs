@@ -1,5 +1,5 @@
-//! Compiles the CUDA kernels: to PTX, which the driver turns into code for the GPU it finds, or to code for one
-//! architecture. Does nothing without the feature `cuda`.
+//! Compiles the CUDA kernels: to code for two architectures with PTX, which the driver turns into code for GPUs of
+//! others, or to code for one architecture. Does nothing without the feature `cuda`.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -7,10 +7,12 @@ use std::{env, fs};
 
 const KERNELS: &str = "src/candle/cuda/kernels";
 
-/// PTX runs on the architecture that it was made for and on all later ones. The first has all that the kernels need;
-/// the second lets a kernel be started while the one before it still runs.
-const PTX: [&[&str]; 2] =
-    [&["80.ptx", "-ptx", "-arch=compute_80"], &["90.ptx", "-ptx", "-arch=compute_90"]];
+/// Architectures. Code runs on GPUs of the same major version, PTX on all later ones. The first has all that the kernels
+/// need; the second lets a kernel be started while the one before it still runs.
+const PORTABLE: [(&str, &str); 2] = [
+    ("80", "-gencode=arch=compute_80,code=[sm_80,compute_80]"),
+    ("90", "-gencode=arch=compute_90,code=[sm_90,compute_90]"),
+];
 
 /// Kernels with instructions of one architecture alone: PTX would run nowhere else either.
 const HOPPER_KERNELS: &str = "src/candle/cuda/kernels/hopper";
@@ -66,10 +68,10 @@ fn jobs() -> impl Iterator<Item = Job> {
     let stem = |source: &Path| source.file_stem().expect("a file has a name").display().to_string();
     let strings = |arguments: &[&str]| arguments.iter().map(|&x| x.to_owned()).collect();
     let portable = sources(KERNELS).flat_map(move |source| {
-        PTX.map(|form| Job {
-            name: format!("{}.{}", stem(&source), form[0]),
+        PORTABLE.map(|(name, code)| Job {
+            name: format!("{}.{name}.fatbin", stem(&source)),
             source: source.clone(),
-            arguments: strings(&form[1..]),
+            arguments: strings(&["-fatbin", code]),
         })
     });
     let hopper = sources(HOPPER_KERNELS).flat_map(move |source| {

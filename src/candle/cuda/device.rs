@@ -63,11 +63,11 @@ pub(super) struct HopperModules {
 
 macro_rules! module {
     ($context:expr, $clusters:expr, $name:literal) => {{
-        let [old, new] = [
-            include_str!(concat!(env!("OUT_DIR"), "/", $name, ".80.ptx")),
-            include_str!(concat!(env!("OUT_DIR"), "/", $name, ".90.ptx")),
+        let [old, new]: [&[u8]; 2] = [
+            include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".80.fatbin")),
+            include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".90.fatbin")),
         ];
-        $context.load_module(Ptx::from_src(if $clusters { new } else { old }))?
+        $context.load_module(Ptx::from_binary(if $clusters { new } else { old }.to_vec()))?
     }};
 }
 

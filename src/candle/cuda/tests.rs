@@ -9,6 +9,7 @@ mod soak;
 
 use std::ops::ControlFlow::Continue;
 use std::path::Path as FilePath;
+use std::time::Instant;
 
 use candle_core::{DType, Device};
 use half::{bf16, f16};
@@ -523,6 +524,17 @@ fn microseconds(gpu: &Gpu, count: usize, work: &dyn Fn(usize) -> crate::candle::
     let mut times: Vec<f64> = (0..20).map(|_| gpu.time(|| graph.launch()).unwrap()).collect();
     times.sort_by(f64::total_cmp);
     times[10] * 1e3 / count as f64
+}
+
+/// How long it takes to open a GPU: the first time in the process, and again.
+#[test]
+#[ignore = "a measurement"]
+fn open_times() {
+    for _ in 0..2 {
+        let began = Instant::now();
+        let Some(_gpu) = gpu() else { return };
+        eprintln!("{:.1} ms", began.elapsed().as_secs_f64() * 1e3);
+    }
 }
 
 /// Microseconds per launch of every kernel at the shapes of Qwen3-8B and SmolLM2-135M, in a graph of 36.

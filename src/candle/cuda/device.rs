@@ -61,28 +61,29 @@ pub(super) struct HopperModules {
     pub(super) products: [[Arc<CudaModule>; 2]; 6],
 }
 
-macro_rules! module {
-    ($context:expr, $clusters:expr, $name:literal) => {{
-        let [old, new]: [&[u8]; 2] = [
-            include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".80.fatbin")),
-            include_bytes!(concat!(env!("OUT_DIR"), "/", $name, ".90.fatbin")),
-        ];
-        $context.load_module(Ptx::from_binary(if $clusters { new } else { old }.to_vec()))?
+/// Loads a file that `build.rs` left, of the name that the literals make.
+macro_rules! compiled {
+    ($context:expr, $($name:literal),+) => {{
+        let code = include_bytes!(concat!(env!("OUT_DIR"), "/", $($name),+));
+        $context.load_module(Ptx::from_binary(code.to_vec()))?
     }};
 }
 
-macro_rules! hopper_module {
-    ($context:expr, $($name:literal),+) => {{
-        let code = include_bytes!(concat!(env!("OUT_DIR"), "/", $($name,)+ ".90a.cubin"));
-        $context.load_module(Ptx::from_binary(code.to_vec()))?
-    }};
+macro_rules! module {
+    ($context:expr, $clusters:expr, $name:literal) => {
+        if $clusters {
+            compiled!($context, $name, ".90.fatbin")
+        } else {
+            compiled!($context, $name, ".80.fatbin")
+        }
+    };
 }
 
 macro_rules! product_modules {
     ($context:expr, $($output:literal),+) => {
         [$([
-            hopper_module!($context, "product_", $output, "_bf16"),
-            hopper_module!($context, "product_", $output, "_f16"),
+            compiled!($context, "product_", $output, "_bf16.90a.cubin"),
+            compiled!($context, "product_", $output, "_f16.90a.cubin"),
         ]),+]
     };
 }
@@ -116,7 +117,7 @@ impl Gpu {
         let clusters = kernels_for.0 >= 9;
         let hopper = if kernels_for == (9, 0) {
             Some(HopperModules {
-                attention: hopper_module!(context, "attention"),
+                attention: compiled!(context, "attention.90a.cubin"),
                 products: product_modules!(
                     context,
                     "elements",
